@@ -1,22 +1,25 @@
 """What does disaggregation add to the time to the first token, and in which part?
 
-`make first-token`: requests of the scaled-down conversation trace (`fleet_trace`) arrive by a Poisson process, whether
-or not earlier ones have finished. They go to a prefill and a decode process, or to one process that runs the same loop
-alone. The two ways alternate, in rounds with new processes. The model is the small Llama, pages go over NIXL, and torch
-has one thread. Prefill sends the first token at once, and decode makes the second. All processes use the machine's
-monotonic clock. The parts, in order:
+`make first-token` compares two ways to serve. The first way is a prefill process and a decode process. The second way
+is one process that runs the same loop for both. The two ways alternate, in rounds with new processes. The requests come
+from the scaled-down conversation trace (`fleet_trace`). They arrive by a Poisson process, whether or not earlier
+requests have finished. The model is the small Llama, pages are pulled over NIXL, and torch has one thread. The prefill
+process sends the first token at once. The decode process computes the second token. All processes use the machine's
+monotonic clock.
+
+The parts of the time, in order:
 
     asked         the first part of `queue`: from the arrival until the decode process has asked the prefill process
     queue         from the arrival until the prompt has a row and pages and starts to run
     prefill       from the end of `queue` until the last chunk has run and the offer is sent
-    hand-over     from the end of `prefill` until the decode process has the offer and sends the first token on
+    hand-over     from the end of `prefill` until the decode process has the offer and has forwarded the first token
     delivery      from the end of `hand-over` until the client has the first token
     first token   from the arrival until the client has the first token
-    pull          from the end of `hand-over` until all pages are here; only the last chunk's pages are still missing
+    pull          from the end of `hand-over` until decode has the last chunk's pages, and so all pages of the prompt
     join          from the end of `pull` until the first decode step has ended
     second token  from the arrival until the client has the second token
 
-With one process there is no hand-over and no pull, and `join` is the step after the prompt's last chunk. Percentiles of
+One process alone has no hand-over and no pull. Its `join` is the step after the prompt's last chunk. Percentiles of
 parts do not add up to the percentile of their sum. `added` is the difference between the percentiles of the two ways.
 """
 

@@ -131,7 +131,11 @@ def run(requests: list[TraceRequest], seed: int) -> Run:
 
 
 def kill_due(client: Client, due: list[tuple[int, str]], count: int) -> list[Killed]:
-    """Kills a process when `due` requests have ended. If the process is idle at that time, waits until it is busy."""
+    """Kills the next process if enough requests have ended. Returns the killed process in a list.
+
+    Each entry of `due` is a number of ended requests and the name of the process that is then killed. An idle process
+    is killed later: when it is busy, or when a further eighth of all `count` requests has ended.
+    """
     done = len(client.asked) - len(client.open)
     if not due or done < due[0][0]:
         return []

@@ -1,10 +1,10 @@
 """Writes the tables of `docs/results.md` and of the README from the committed results: `python -m benchmarks.readme`.
 
 A table stands between two comments that name it. The text above a table says which statistic its figures are. The text
-below says where each figure was made: machine, commit, day and command, from the headers of the results. A mark lists
-the code that has changed since. The README has six figures without this information, and links to the page of results.
-A row with missing figures is left out. The tables must match the results. The marks may be out of date, so that a
-change of code needs no change of a page.
+below says where each figure was made: command, day, commit and machine, from the headers of the results. A further
+sentence says whether the code is newer. The README has six figures without this information, and links to the page of
+results. A row with missing figures is left out. The tables must match the results. The sentences about newer code may
+be out of date, so that a change of code needs no change of a page.
 """
 
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
@@ -14,16 +14,16 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks.frame import Row
 from benchmarks.measured import ROOT
 from benchmarks.peers.peers import PEERS
-from benchmarks.results import UNKNOWN, changed_since, load
+from benchmarks.results import changed_since, load
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
-_MARK = re.compile(r"; newer code(?:: [^;)]+)?")
+_MARK = " The code is newer."
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
@@ -630,34 +630,33 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def origin(names: Sequence[str]) -> str:
     """Says where results were made. Results that were made together share a sentence."""
     where: dict[str, list[str]] = {}
-    changed: dict[str, set[str]] = {}
+    changed: set[str] = set()
     for name in names:
         result = load(name)
-        machine = result.get("machine", {})
-        commit, date = (result.get(key) or machine.get(key) or "" for key in ("commit", "date"))
-        parts = [
-            f"commit {commit}" if commit else "commit not recorded",
-            f"{machine['cpu']}, {machine['cores']} cores" if machine else "machine not recorded",
-            {True: "SHA extensions", False: "no SHA extensions", None: ""}[machine.get("sha_extensions")],
-            date.split(" ")[0],
-        ]
+        place = _place(result)
         command = f" by `{result['command']}`" if "command" in result else ""
-        place = ", ".join(filter(None, parts))
-        where.setdefault(place, []).append(f"[{name}](../benchmarks/results/{name}.json){command}")
-        changed.setdefault(place, set()).update(changed_since(result))
-    each = (f"{', '.join(made)} ({place}{mark(changed[place])})" for place, made in where.items())
-    return "Made: " + "; ".join(each) + "."
+        where.setdefault(place, []).append(f"[{name}](../benchmarks/results/{name}.json) was made{command}")
+        if changed_since(result):
+            changed.add(place)
+    return "\n".join(f"- {', and '.join(made)} {place}.{_MARK * (place in changed)}" for place, made in where.items())
 
 
-def mark(changed: Collection[str]) -> str:
-    """The mark for results that are out of date because this code has changed."""
-    named = ", ".join(sorted(what for what in changed if what != UNKNOWN))
-    return f"; newer code{f': {named}' if named else ''}" if changed else ""
+def _place(result: Row) -> str:
+    """Says on which machine and day a result was made, and from which commit."""
+    machine = result.get("machine", {})
+    commit, date = (result.get(key) or machine.get(key) or "" for key in ("commit", "date"))
+    details = [
+        f"{machine['cores']} cores" if machine else "",
+        {True: "SHA extensions", False: "no SHA extensions", None: ""}[machine.get("sha_extensions")],
+        date.split(" ")[0],
+        f"commit {commit}" if commit else "unknown commit",
+    ]
+    return f"on {machine['cpu'] if machine else 'an unknown machine'} ({', '.join(filter(None, details))})"
 
 
 def without_marks(text: str) -> str:
-    """A page with its marks removed."""
-    return _MARK.sub("", text)
+    """A page without its sentences about newer code."""
+    return text.replace(_MARK, "")
 
 
 def _made_anew(found: re.Match[str]) -> str:
@@ -671,7 +670,7 @@ def rendered(text: str) -> str:
 
 
 def main() -> int:
-    """Writes the tables. With `--check`, returns exit status 1 if they differ from the results, marks aside."""
+    """Writes the tables. With `--check`, returns exit status 1 if they differ from the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare without writing")
     chosen = parser.parse_args()

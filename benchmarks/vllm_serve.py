@@ -98,7 +98,7 @@ def idle(pair: Pair) -> Row:
 
 
 def measure(way: str, folder: Path, repeats: int, rounds: int) -> list[Row]:
-    """The rows of one way: for each size, and for many requests at once."""
+    """The rows of one connector: for each prompt size, and for many requests at once."""
     connector, env = WAYS[way]
     settings = Settings(make_model(folder, "llama"), connector=json.dumps(connector), extra="")
     servers = [Server(settings, folder, f"{way}-{side}") for side in ("prefill", "decode")]

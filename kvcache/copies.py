@@ -42,9 +42,9 @@ def _as_words(blocks: torch.Tensor, elements: int) -> torch.Tensor:
 
 
 def copy_pages(source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Ids) -> None:
-    """Copy rows `taken` of `source` to rows `given` of `target`, one to one. Both may be in any memory.
+    """Copy rows of `source` to rows of `target`. Both tensors may be in any memory.
 
-    The rows in `given` must be distinct.
+    Row `taken[i]` of `source` is copied to row `given[i]` of `target`. All ids in `given` must be distinct.
     """
     if source.device.type == target.device.type == "cpu":
         copy_rows(source.numpy(), taken, target.numpy(), given)

@@ -378,8 +378,9 @@ class KVCacheParams:
     # The share of host memory and of files that recurrent states get, 0.0 to 1.0, if the model has any (see
     # `kvcache.states`). Pages get the rest.
     tier_state_share: float = 0.5
-    # A function that makes the order in which a replica's idle pages are evicted. It is called with the replica's
-    # number of pages. None: least recently used first, biased by retention hints (see `kvcache.eviction_order`).
+    # A function that takes a replica's number of pages and returns an `EvictionOrder` (see `kvcache.eviction_order`).
+    # The order decides which idle page is evicted first. If the function is None, the least recently used page is
+    # evicted first, unless retention hints say otherwise.
     eviction_order: Callable[[int], EvictionOrder] | None = None
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """Bound ZMQ sockets with limits. A socket that cannot be bound is closed.
 
-A `Gate` protects a bound socket from strangers, who may connect but have no keys: it passes on only messages of few
+A `Gate` protects a bound socket from peers without keys: it passes on only messages of few
 frames. libzmq limits the size of a frame and the number of complete messages that wait, but not the number of frames in
 a message. It keeps all frames of a message until the last one arrives. So a peer that never ends its message can fill
 the process's memory. A peer that ends such a message keeps the reader busy for seconds.
@@ -497,7 +497,7 @@ SUBSCRIPTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES, peers=256, subscriptio
 
 
 class NoGate:
-    """Takes the place of a `Gate` if no stranger can connect. In this case, libzmq itself listens at the address."""
+    """Takes the place of a `Gate` if no peer without keys can connect. libzmq itself then listens at the address."""
 
     def __init__(self, address: str = "") -> None:
         self.address = address  # the bound address; empty if the socket is not bound
@@ -511,7 +511,7 @@ class NoGate:
 
 
 class BoundSocket(zmq.Socket[bytes]):
-    """A socket that listens, behind a `Gate` if strangers can reach it."""
+    """A socket that listens. If peers without keys can reach the socket, a `Gate` protects it."""
 
     _gate: Gate | NoGate = NoGate()
 
@@ -521,7 +521,10 @@ class BoundSocket(zmq.Socket[bytes]):
         return self._gate.address
 
     def listen(self, what: str, address: str, limits: Limits | None) -> None:
-        """Bind the socket. `limits` are the limits of its gate, or None if strangers cannot reach the address.
+        """Bind the socket to `address`.
+
+        `limits` are the limits of the `Gate` that protects the socket. If `limits` is None, the socket has no gate:
+        peers without keys cannot reach it.
 
         Raises `ZMQError` if the address cannot be bound.
         """
@@ -598,7 +601,7 @@ def listening(
 ) -> BoundSocket:
     """Returns a socket of this kind at `address`.
 
-    If `secure` is given, it prepares the socket so that no stranger can reach it, and the socket gets no gate.
+    If `secure` is given, it prepares the socket so that no peer without keys can reach it, and the socket gets no gate.
 
     Raises `zmq.ZMQError` if the address cannot be bound, and whatever `secure` raises. In both cases nothing stays
     open.

@@ -84,7 +84,7 @@ class AskLook(msgspec.Struct, frozen=True, kw_only=True, tag="ask_look/1"):
 
     # the number of the last snapshot that the watcher received; 0 if there was none, so that the answer is complete
     known: Count = 0
-    incarnation: Label = ""  # the random id of the watch that sent the last snapshot (`Look.incarnation`)
+    incarnation: Label = ""  # the random id of the endpoint that sent the last snapshot (`Look.incarnation`)
     # Whether the loop should recount all pages. The loop runs no step during the recount. `CheckReport` has the result.
     check: bool = False
 
@@ -175,7 +175,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
     """A description of a manager at one moment."""
 
     name: Label  # the name of the process
-    incarnation: Label  # a random id of the watch
+    incarnation: Label  # a random id of the endpoint that sends the snapshots
     number: Count  # the number of the snapshot
     base: Count  # the number of the earlier snapshot since which changes are listed; 0 for a complete snapshot
     at: float  # seconds since 1970
@@ -188,7 +188,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
     pulls: tuple[PullRow, ...] = ()
     tree: tuple[TreeRow, ...] = ()
     evictions: tuple[EvictionRow, ...] = ()
-    # For each reason, how many pages were evicted since the watch began, and how many of them were published again.
+    # For each reason, how many pages were evicted since snapshots began, and how many of them were published again.
     evicted: dict[Label, tuple[Count, Count]] = {}
     # Totals by name. A rate is the difference between two snapshots, divided by the time between them.
     figures: dict[Label, float] = {}

@@ -20,7 +20,10 @@ class Transfers(Protocol):
 
 
 def transfers_of(owner: Transfers) -> Callable[[], Beside]:
-    """Returns a function that reads the leases, pulls, bytes and failures of `owner`. The watch's thread calls it."""
+    """Returns a function that reads the leases, pulls, bytes and failures of `owner` for `pagewire top`.
+
+    The thread of `ManagerWatch` calls this function.
+    """
     return lambda: Beside(
         leases=tuple(row for at, thread in enumerate(owner.threads) for row in _leases(str(at), thread)),
         pulls=tuple(row for at, thread in enumerate(owner.threads) for row in _pulls(str(at), thread)),

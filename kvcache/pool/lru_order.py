@@ -190,7 +190,7 @@ class LruOrder(EvictionOrder):
             )
         used = [chunk for order in self._family for chunk in order.chunks]
         if sorted(used + self._spare) != list(range(len(self._live))):
-            raise InvariantError("idle order: a chunk of the log is lost or used twice")
+            raise InvariantError("eviction order of idle pages: a chunk of its entries is lost or used twice")
 
     def squeeze(self) -> bool:
         """Merge the two neighbouring chunks with the fewest valid entries. Returns False if no two fit into one."""

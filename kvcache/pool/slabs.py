@@ -321,9 +321,9 @@ class SlabPool(PagePool):
         self._drop(pages)
 
     def _evict_due(self) -> bool:
-        """Evict the pages above their tenants' quotas that are older than any slab of their tenant.
+        """Evict idle pages of the tenants that are above their quotas. The oldest pages of a tenant are evicted first.
 
-        Returns whether any were evicted.
+        For each tenant, the eviction stops at the tenant's oldest idle slab. Returns whether any page was evicted.
         """
         evicted = False
         while self.idle.due():
@@ -405,7 +405,10 @@ class SlabStates(PagePool, CachedSlabs):
             raise InvariantError(f"{self._fresh_count} pages are free, but were not returned to their slabs")
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """Repair the pool after an interrupt. Marks exactly the slabs that are held or published as taken."""
+        """Repair the pool after an interrupt.
+
+        Afterwards, a slab counts as taken if it has a holder or a writer, or if it is published.
+        """
         published = self.index.published
         self._slabs.taken[1:] = ((holders > 0) | (writers > 0) | published)[1:]
         self._used[published & (self._used == 0)] = self._slabs.clock

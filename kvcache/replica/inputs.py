@@ -194,7 +194,7 @@ def _advanced(
     shards, rest = divmod(len(kv_cache_inputs), replicas)
     if rest or not shards:
         raise InvalidRequestError(
-            f"got {len(kv_cache_inputs)} inputs: the same number for each of {replicas} replicas is needed"
+            f"got {len(kv_cache_inputs)} inputs for {replicas} replicas: a multiple of {replicas} above 0 is needed"
         )
     advanced: list[RaggedKVCacheInputs] = []
     for place, inputs in enumerate(kv_cache_inputs):

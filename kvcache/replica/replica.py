@@ -554,7 +554,7 @@ class Replica:
         return holders, writers
 
     def goes_on(self, row: int, start: int) -> bool:
-        """Whether it is certain that the row has all pages before token `start` that a query at token `start` sees."""
+        """Returns True if the row certainly has all earlier pages that a query at token `start` sees."""
         rows = self.rows
         there = max(rows.cached.item(row), rows.committed.item(row) * self.page_size)
         if not start <= there <= rows.num_pages.item(row) * self.page_size:

@@ -272,7 +272,7 @@ class RowStates:
         return (pages.page_of(request_id),)
 
     def begin_import(self, row: int, context: SafeContext, pending: PendingImport) -> None:
-        """Add the state that the last group of a block table names to the import `pending`."""
+        """Add the request's recurrent state to the import `pending`. A block table has the state in its last group."""
         request_id = context.request_id
         page = self.pages.begin_import(request_id, self.digest_at(row, context, context.start_idx))
         pending.parts.append(ImportPart(0, np.array([page], np.int32), is_state=True))

@@ -337,7 +337,7 @@ class ReplicaTier(PagesBelow, PageReader):
             self.waiting.append((pages, digests))
 
     def store(self, most: int) -> int:
-        """Copy the `most` pages that have waited longest to the host, or begin to copy them.
+        """Copy pages to the host, or begin to copy them. At most `most` pages that have waited longest are copied.
 
         Returns how many pages left the queue.
         """
@@ -491,7 +491,7 @@ class ReplicaTier(PagesBelow, PageReader):
         slots = self.slots(digests[wanted])
         if np.count_nonzero(slots) == len(slots):
             return False
-        # The pages that are fetched must not evict pages of the host that are needed together with them.
+        # Pages that are fetched into host memory must not evict other wanted pages that are there already.
         self.host.touch(slots[slots != NO_PAGE])
         coming = False
         for lower in self.lower:

@@ -16,7 +16,7 @@ from kvcache.watched import EvictionRow, TreeRow
 
 Words: TypeAlias = NDArray[np.uint64]
 
-_ENTRIES = 1 << 15  # how many entries may wait for the watch's thread; if there are more, the oldest are lost
+_ENTRIES = 1 << 15  # how many entries may wait for the thread of `ManagerWatch`; if there are more, the oldest are lost
 _EVICTED = 1 << 16  # how many evicted pages are remembered, in order to notice when one is published again
 _SHOWN = 32
 _SPREAD_S = 0.25  # in seconds: evictions of a pool that have the same reason and lie within this time are shown as one
@@ -230,7 +230,7 @@ class PrefixTree:
         self._parent[pages], self._born[pages], self._hits[pages] = parents, born, 0
 
     def rows(self, pool: str, most: int) -> tuple[TreeRow, ...]:
-        """Returns the `most` largest parts of the tree. The size of a part includes everything below it.
+        """Returns at most `most` parts of the tree, the largest first. The size of a part includes all parts below it.
 
         A part is a run of pages without a branch.
         """

@@ -162,7 +162,7 @@ def read_request(kind: RequestKind, data: bytes, served: ServedModel) -> ClientR
         raise OpenAIError("stream_options needs stream to be true", param="stream_options")
     limit = most if most or kind == "chat" else _DEFAULT_TOKENS
     transfer = body.kv_transfer_params or {}
-    # vLLM's router asks prefill for exactly one token (min_tokens 1); prefill generates nothing here.
+    # vLLM's router asks the prefill process for exactly one token (min_tokens 1), but this process generates none.
     least = 0 if transfer.get("do_remote_decode") else body.min_tokens
     if least and (not body.ignore_eos or (limit and limit < least)):
         reason = f"min_tokens is {least}: it needs ignore_eos, and a value up to max_tokens"

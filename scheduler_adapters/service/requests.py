@@ -122,7 +122,10 @@ _Name = TypeVar("_Name", bound="Hashable")
 
 
 class Recent(Generic[_Name]):
-    """Remembers the latest `most` names, in order to recognise a name that is repeated."""
+    """Remembers the names that were added last, in order to recognise a repeated name.
+
+    `most` is the number of names that are kept.
+    """
 
     def __init__(self, most: int = MAX_REMEMBERED) -> None:
         self._most = most

@@ -279,10 +279,10 @@ def watched_service(
     exchange: PageExchange,
     keyring: Keyring | None,
 ) -> AbstractContextManager[ManagerWatch | None]:
-    """Returns a context manager. Within its block, a process can be watched at `endpoint`.
+    """Returns a context manager. Within its block, `pagewire top` can read this process at `endpoint`.
 
-    The context manager yields the watch, or None without an endpoint. The main loop must call the watch's `attend` in
-    every round.
+    The context manager yields a `ManagerWatch`, or None if `endpoint` is empty. The main loop must call
+    `ManagerWatch.attend` in every round.
     """
     if not endpoint:
         return nullcontext()
@@ -292,9 +292,10 @@ def watched_service(
 
 
 def service_beside(scheduler: PrefillScheduler | DecodeScheduler, exchange: PageExchange) -> Callable[[], Beside]:
-    """Returns a function that reads the phases and totals of a scheduler, and the leases and pulls of an exchange.
+    """Returns a function that reads a service process for `pagewire top`.
 
-    The thread of the watch calls this function.
+    The function reads the phases and totals of the scheduler, and the leases and pulls of the page exchange. The thread
+    of `ManagerWatch` calls the function.
     """
     transfers = transfers_of(exchange)
 

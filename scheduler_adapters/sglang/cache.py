@@ -285,15 +285,15 @@ class PagewireCache(BasePrefixCache):
         if both.size:
             raise InvariantError(f"page {both[0]} is cached here, but free in SGLang's allocator")
 
-    # ---- called by the watch, in its own thread
+    # ---- called for `pagewire top`, in a thread of its own
 
     def free_pages(self) -> Pages:
-        """Returns the pages that are free in SGLang. Called by the watch."""
+        """Returns the pages that are free in SGLang. Called for `pagewire top`."""
         allocator: Any = self.token_to_kv_pool_allocator
         return allocator.get_all_free_pages().cpu().numpy()
 
     def requests(self) -> list[Req]:
-        """Returns the live requests whose prefix has been looked up. Called by the watch."""
+        """Returns the live requests whose prefix has been looked up. Called for `pagewire top`."""
         return [req for ref in self._hashed.keyrefs() if (req := ref()) is not None]
 
     # ---- internals

@@ -277,7 +277,7 @@ class PagewireKVSender(CommonKVSender):
 
 
 class PagewireKVReceiver(CommonKVReceiver):
-    """A request at decode. It asks prefill at once, and reads the pages when both sides have allocated them."""
+    """A request at decode. It asks the prefill server at once. It reads pages once both sides have reserved them."""
 
     kv_mgr: PagewireKVManager
     bootstrap_room: int  # never None, because the server is disaggregated

@@ -1,4 +1,4 @@
-"""The decode side of our SGLang transfer: asks prefill for each room, and reads its pages into local ones."""
+"""The decode side of our SGLang transfer: asks the prefill server for each request, and reads the request's pages."""
 
 from __future__ import annotations
 

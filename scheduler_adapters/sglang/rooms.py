@@ -1,4 +1,6 @@
-"""The messages and sockets by which decode asks prefill for a request. A room is SGLang's number for a request.
+"""The messages and sockets by which decode servers ask prefill servers for requests.
+
+A room is SGLang's number for a request.
 
 decode ──RoomWanted──► prefill    as soon as decode has the request: from then on prefill computes it
 decode ◄──RoomReady─── prefill    its pages are computed and leased

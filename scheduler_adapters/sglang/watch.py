@@ -1,7 +1,8 @@
 """`pagewire top` for our cache in SGLang's scheduler: the pages of SGLang's pool, their states and owners.
 
 Our cache knows which pages are cached and how soon they are evicted. SGLang knows which pages are free. Its row pool
-says which request owns each of the other pages. SGLang's data are tensors, which the watch's thread reads.
+says which request owns each of the other pages. SGLang's data are tensors, which the thread of the
+`pagewire top` endpoint reads.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Room(NamedTuple):
     found: int = ABSENT
     listed: int = 0  # The pages that P finds in its index.
     below: int = 0  # The pages that P has in a lower tier and may load again.
-    coming: int = 0  # The pages that P is loading from the lower tier.
+    coming: int = 0  # The pages that the source engine P is loading from the lower tier.
     # The number of the prompt's pages before the first requested page. The other masks do not include these pages.
     first: int = 0
     # The readers whose table was changed in transit, so that its first page id belongs to another request.

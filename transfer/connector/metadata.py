@@ -44,8 +44,8 @@ class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         lease: its new id, its free slot, and its duration in seconds.
         engines: how many reading engines must finish before the lease ends.
-        running: True while the request is still computed. The time of the lease then starts when `reqs_computed` names
-            the request.
+        running: True if prefill is still computing the request. In this case, the lease's time starts only when
+            `reqs_computed` names the request.
         block_ids: the leased blocks of each group if the config turns page checks on; otherwise empty.
     """
 

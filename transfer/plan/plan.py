@@ -161,7 +161,7 @@ class Plan:
             return False
         runs, num_bytes = plan.size(rounded)
         direct = wire_us(runs, num_bytes)
-        # The copy from the staging area moves the same bytes, in as many runs as direct runs would have.
+        # The copy from the staging area moves the same bytes as a direct pull, in the same number of runs.
         home = copy_us(runs, num_bytes)
         if home >= direct or copies_of(plan) > MAX_COPIES:
             return False

@@ -18,7 +18,10 @@ AnyLock = TypeVar("AnyLock")
 
 
 def free_in_forks(lock: AnyLock) -> AnyLock:
-    """Makes a lock, or a condition, free in forked children. Returns it."""
+    """Registers a lock or a condition. Each forked child process releases its copy of this lock at the fork.
+
+    Returns the lock or condition.
+    """
     _locks.add(lock)
     return lock
 

@@ -485,9 +485,9 @@ class PageExchange:
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes] | Bell]:
-        """The objects for `zmq.zmq_poll` to sleep on. At least one is readable when `poll` has events or work.
+        """The objects for `zmq.zmq_poll` to sleep on. At least one object is readable when `poll` must be called.
 
-        Read this property again before each sleep, because the sockets change with the open questions.
+        Read this property again before each sleep, because the sockets change with each call of `ask` and each answer.
         """
         return [self.bell, *self._asks.sockets]
 

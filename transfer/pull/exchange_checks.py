@@ -66,7 +66,8 @@ def _check_replica_options(name: str, given: Any) -> None:
         if option == "timed":
             flag(f"{name}['timed']", value, InvalidEngineError)
         elif option not in _SECONDS:
-            raise InvalidEngineError(f"{name} has {shown(option)}: only {', '.join(_SECONDS)} and timed are known")
+            known = ", ".join((*_SECONDS, "timed"))
+            raise InvalidEngineError(f"{name} has {shown(option)}, which is no option: the options are {known}")
         elif number(f"{name}[{option!r}]", value, error=InvalidEngineError) <= 0:
             raise InvalidEngineError(f"{name}[{option!r}] is {value}: more than 0 seconds are needed")
 

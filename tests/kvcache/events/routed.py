@@ -41,8 +41,9 @@ ROUND_S = 15.0  # The time that a router may take to learn all pages.
 
 
 class Server(ThreadingHTTPServer):
-    """The part of vLLM's HTTP interface that a router uses. The server returns its own name, and counts its
-    requests.
+    """An HTTP server with the endpoints of vLLM that a router uses. The text of each completion is the server's name.
+
+    `asked` is the number of completion requests that the server has received.
     """
 
     daemon_threads = True

@@ -125,7 +125,7 @@ def test_a_promise_that_never_comes_true_costs_no_more_than_its_credit() -> None
     assert lost > 1000  # The number of lookups is so large that the wrong hints are trusted again and again.
 
 
-# ---- with full trust in hints: right hints are found right in any pool
+# ---- the baseline that trusts all hints: it keeps the hinted pages in a pool of any size
 
 
 def baseline_of(pages: int, share: float = 0.5) -> HintedBaseline:

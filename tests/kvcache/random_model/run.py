@@ -230,8 +230,10 @@ class Model(AheadMoves):
 
 
 class Run:
-    """Runs managers one after another. Each manager has the pair of `wanted` that was combined least. With `only`, each
-    manager has the given features.
+    """Runs managers one after another, each with several features.
+
+    `wanted` lists pairs of features. Each manager has the pair that was at work together on the fewest earlier
+    managers. If `only` names features, each manager has exactly these features instead.
     """
 
     def __init__(self, only: Iterable[str] = (), wanted: Sequence[tuple[str, str]] | None = None) -> None:

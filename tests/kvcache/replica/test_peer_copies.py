@@ -94,7 +94,10 @@ def test_the_head_comes_from_one_replica_and_the_tail_from_another() -> None:
 
 
 def forget(manager: PagedKVCacheManager, replica: int, prompt: list[int], which: slice) -> None:
-    """Removes some idle pages of a prompt from a replica. An order by hints may also evict pages from the middle."""
+    """Removes some idle pages of a prompt from a replica.
+
+    An eviction order that follows retention hints may also evict pages from the middle of a prompt.
+    """
     pool = manager._replicas.each[replica].pool
     pages = manager._replicas.each[replica].find(TextContext(prompt, 64)).pages[0][which]
     pool.idle.remove(pages)

@@ -82,8 +82,8 @@ def test_the_store_is_asked_in_few_rounds(served: Make, store: StoredObjects) ->
     settled(again)
     store.calls.clear()
     again.fetch(longer)
-    # The first question asks for the objects of the full layers. The second question asks for the windows' objects at
-    # the same ends.
+    # The first question asks for the objects of the full layers. The second question asks for the objects of the window
+    # layers that end at the same pages of the prompt.
     assert store.calls == ["exist", "exist", "read"]
     assert again.serve(longer) == 48
     gone = [key_of(again, 1, number) for number in (1, 2)]

@@ -1,5 +1,6 @@
-"""Counts the pages of a manager in each state. The counts come from rows, leases, imports and the order of free pages.
-They do not use the cells that the watch counts.
+"""Finds the state of each page of a manager from its rows, leases, imports and eviction order.
+
+Tests compare these states with the states that `kvcache.watch` reports to `pagewire top`.
 """
 
 from __future__ import annotations

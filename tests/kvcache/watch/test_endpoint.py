@@ -1,4 +1,4 @@
-"""A watch agrees with a real manager in a thousand states of the manager. The snapshots come over the socket."""
+"""`ManagerWatch` sends correct snapshots of a real manager over its socket, in a thousand states of the manager."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def waiting(service: Service) -> DecodeRequest:
 
 
 def asked(service: Service) -> DecodeRequest:
-    """Brings a request into the queue of prefill, which has no pages."""
+    """Sends a request to a prefill process without free pages, and waits until the request is queued there."""
     fill(service, "p0")
     request = service.submit_one("r", PROMPT)
     service.until(lambda: phase_of_prefill(service) == "queued", "the question")

@@ -1,4 +1,4 @@
-"""The watch of a real service agrees with the service about pages, phases, leases and pulls."""
+"""`pagewire top` shows the pages, phases, leases and pulls that a real service has."""
 
 from __future__ import annotations
 

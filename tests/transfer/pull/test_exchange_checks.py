@@ -56,7 +56,10 @@ def left() -> tuple[int, int]:
         ({"compatibility": {"model": 7}}, "compatibility is {'model': 7}: a mapping from strings"),
         ({"compatibility": {7: "model"}}, "compatibility is {7: 'model'}"),
         ({"replica_options": 5.0}, "replica_options is 5.0: a dict of options is needed"),
-        ({"replica_options": {"idle": 1.0}}, "replica_options has 'idle': only handshake_timeout_s, heartbeat_s, "),
+        (
+            {"replica_options": {"idle": 1.0}},
+            "replica_options has 'idle', which is no option: the options are handshake_timeout_s, heartbeat_s, ",
+        ),
         ({"replica_options": {"idle_s": "1"}}, "replica_options['idle_s'] is '1': a finite number is needed"),
         ({"replica_options": {"idle_s": 0}}, "replica_options['idle_s'] is 0: more than 0 seconds are needed"),
         ({"replica_options": {"timed": 1}}, "replica_options['timed'] is 1: True or False is needed"),
