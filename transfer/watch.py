@@ -1,4 +1,4 @@
-"""The leases and pulls that a watch shows: `ManagerWatch(manager, beside=transfers_of(exchange))`."""
+"""The leases and pulls that `pagewire top` shows: `ManagerWatch(manager, beside=transfers_of(exchange))`."""
 
 from __future__ import annotations
 

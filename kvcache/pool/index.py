@@ -274,7 +274,9 @@ class PrefixIndex:
                 tell(pages, come, digests)
 
     def _unlink(self, at: Buckets, before: Pages, link: Buckets) -> None:
-        """Remove pages `at` from their chains. `before` has the index of the link that points to each page.
+        """Remove the pages with the ids `at` from their chains.
+
+        `before` has the index of the link that points to each page.
 
         `link` is a copy of `before` in the type `INDEX`.
         """

@@ -81,7 +81,7 @@ class WatchBook:
     """Makes snapshots of some pools, for as long as watchers ask for them.
 
     `sizes` has the number of tokens and the number of bytes of a page. `beside` returns data of other components to
-    show. `names` decides under which names requests are shown. Only the watch's own thread uses this object.
+    show. `names` decides under which names requests are shown. Only the endpoint's thread uses this object.
     """
 
     def __init__(

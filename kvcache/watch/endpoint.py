@@ -30,7 +30,7 @@ from kvcache.watch.names import WatchNames
 from kvcache.watch.pools import WatchedPool, pools_of
 from kvcache.watched import AskLook, Beside, CheckReport, WatchRefusal, other_version
 
-_WAKE_MS = 200  # in milliseconds: how often the thread looks whether the watch is closed, or its manager is gone
+_WAKE_MS = 200  # in milliseconds: how often the thread tests whether the endpoint is closed or its manager is gone
 # the share of the thread's time that snapshots may take; when they have used it up, questions have to wait
 _SHARE = 0.25
 # The share of the loop's time that snapshots may cost it by holding the interpreter lock. If the other threads of the
@@ -66,7 +66,7 @@ class _Watcher:
 
 
 class _WatchThread:
-    """The program of the watch's thread.
+    """The program of the thread that answers `pagewire top`.
 
     It ends with `close`, or when the object that is watched is garbage-collected.
     """
@@ -259,7 +259,7 @@ class ManagerWatch(Watch):
         name: the name under which this process is shown.
         secure: prepares the socket before it is bound. `Keyring.secure_server` of `transfer` turns CURVE on.
         beside: returns further data to show, for example `transfers_of(exchange)` of `transfer.watch`. It is called in
-            the watch's thread, not in the loop's.
+            the endpoint's thread, not in the loop's.
         clear_names: whether requests are shown by their ids. If not, they are shown by their `request_digest`. None
             means that ids are shown only if `secure` is given.
 

@@ -1,4 +1,4 @@
-"""The watcher's side of a watch. It asks for snapshots (`Look`), and keeps the cells of every pool up to date."""
+"""The viewer's side of `pagewire top`. It asks for snapshots (`Look`), and keeps the cells of every pool up to date."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

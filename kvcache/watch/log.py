@@ -90,7 +90,7 @@ class EvictionBook:
     """The last evictions of all pools. Counts how many of the evicted pages were published again.
 
     The loop may write a thousand entries between two snapshots. It would be too slow to look up each page in a dict,
-    because the watch's thread and the loop share the interpreter lock. Instead, many entries are applied at once by
+    because the endpoint's thread and the loop share the interpreter lock. Instead, many entries are applied at once by
     sorting them with numpy. The loop can run during the sort.
     """
 
@@ -189,7 +189,7 @@ def _by_reason(entry: PoolEntry) -> list[tuple[str, Words]]:
 class PrefixTree:
     """Records, for each page of a pool, the page that precedes it in a prompt.
 
-    The tree has all pages that have been published or in a row since the watch began. `_born` has, for each page, the
+    The tree has all pages that have been published or in a row since snapshots began. `_born` has, for each page, the
     number of the entry that published it. If a page's parent has a higher number than the page itself, the parent has
     since been overwritten with other content.
     """
@@ -202,7 +202,7 @@ class PrefixTree:
         self._clock = 1
 
     def add_row(self, pages: NDArray[np.int32]) -> None:
-        """Add the published pages of one request, in order. They may have been published before the watch began."""
+        """Add the published pages of one request, in order. They may have been published before snapshots began."""
         new = self._born[pages] == 0
         self._plant(pages[new], np.concatenate((pages[:1] * 0, pages[:-1]))[new], self._clock)
 

@@ -1,4 +1,4 @@
-"""Names under which a watch shows requests and tenants.
+"""Names under which `pagewire top` shows requests and tenants.
 
 By default, the real ids are not shown: a salt may be a secret, and a process that knows the id of a request may ask for
 its pages.

@@ -1,4 +1,4 @@
-"""Pools as the watch's own thread reads them: the cells of a pool, and the owners of its pages."""
+"""Pools as the thread of `pagewire top`'s endpoint reads them: the cells of a pool, and the owners of its pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OwnerColumns: TypeAlias = tuple[list[Any], ...]
 
 
 class WatchedPool(Protocol):
-    """A watched pool. The watch's own thread reads it, while the loop changes it."""
+    """A pool that `pagewire top` shows. The endpoint's thread reads the pool while the loop changes it."""
 
     @property
     def name(self) -> str:
@@ -28,7 +28,7 @@ class WatchedPool(Protocol):
 
     @property
     def pool(self) -> PagePool:
-        """The pool that is watched. If another `PagePool` object takes its place, the watch records anew."""
+        """The pool that is watched. If another `PagePool` object takes its place, the endpoint records anew."""
         ...
 
     def cells(self) -> Cells:

@@ -67,7 +67,7 @@ def watch(cache: object, settings: Settings) -> None:
 
 
 class CachePool:
-    """The data that a watch shows: from our cache, and from SGLang's row pool and free pages."""
+    """The data that `pagewire top` shows: from our cache, and from SGLang's row pool and free pages."""
 
     name = "0"
 

@@ -26,8 +26,8 @@ UNSET, STANDING, STALE, CLEARED = range(4)
 IDLE, PULLING, GIVEN_UP, COMMITTED, CLOSED, KEPT = range(6)
 NONE, COPYING, FENCED_EARLY, FENCING, MATCHED, MISMATCHED, PASSED, FLYING = range(8)  # a link
 
-# Special numbers of leased pages, for leases by content. ABSENT: P has not computed the pages yet. UNASKED: P has
-# computed the pages, but has answered no reader.
+# Special numbers of leased pages, for leases by content. ABSENT: the source engine has not computed the pages
+# yet. UNASKED: the source engine has computed the pages, but has answered no reader.
 ABSENT, UNASKED = 0, -1
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Room(NamedTuple):
     """One attempt of one request. In a mask over the request's pages, bit k stands for page k of the request."""
 
     word: tuple[int, ...]  # [source rank]
-    held: int  # The pages that P holds, as a mask over its pool. Every rank has the same mask.
+    held: int  # The pages that the source holds, as a mask over its pool. Every rank has the same mask.
     intact: tuple[int, ...]  # For each source rank, the request's pages that still have the leased content there.
     said: int  # The links over which the reader has sent "done" or "refused".
     former: int  # The links over which an earlier incarnation of the reader has sent "done" or "refused".
@@ -50,12 +50,12 @@ class Room(NamedTuple):
     loose: tuple[int, ...]
     # For each link: its state, its copied pages, and the pages whose copy has the leased content.
     link: tuple[tuple[int, int, int], ...]
-    # For leases by content, the number of leased pages, counted from the first requested page. It is UNASKED until P
-    # has answered a reader.
+    # For leases by content, the number of leased pages, counted from the first requested page. It is UNASKED until
+    # the source has answered a reader.
     found: int = ABSENT
-    listed: int = 0  # The pages that P finds in its index.
-    below: int = 0  # The pages that P has in a lower tier and may load again.
-    coming: int = 0  # The pages that the source engine P is loading from the lower tier.
+    listed: int = 0  # The pages that the source finds in its index.
+    below: int = 0  # The pages that the source has in a lower tier and may load again.
+    coming: int = 0  # The pages that the source is loading from the lower tier.
     # The number of the prompt's pages before the first requested page. The other masks do not include these pages.
     first: int = 0
     # The readers whose table was changed in transit, so that its first page id belongs to another request.
@@ -112,7 +112,7 @@ class Shape(NamedTuple):
     readers: tuple[tuple[int, ...], ...]
     pool: int
     by_content: bool = False
-    tiers: bool = False  # For leases by content. True if P may load lost pages again.
+    tiers: bool = False  # For leases by content. True if the source may load lost pages again.
     # True if no request waits for the pages. The reader then computes the pages during the pull, and may commit a part
     # of the import.
     ahead: bool = False
@@ -196,7 +196,7 @@ class Protocol:
             yield from self._set_words(name, room)
 
     def _load(self, name: str, room: Room) -> Iterator[Move]:
-        """Yields the moves in which P loads pages from a lower tier, one by one, before it answers a reader."""
+        """Yields the moves that load pages from a lower tier of the source, one by one, before it answers a reader."""
         for page in bits(room.below & ~room.listed) if room.found == UNASKED else []:
             bit, whole = 1 << page, self.has("list-when-there")
             loading = room._replace(below=room.below & ~bit, coming=room.coming | bit)
@@ -209,8 +209,9 @@ class Protocol:
             yield Move(f"page {page} of {name} is there", there._replace(listed=listed))
 
     def _ask(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:
-        """Yields the moves in which the reader asks P for the pages after its own pages and P answers with the pages
-        that it has.
+        """Yields the moves of a question by content. The reader asks the source for the pages after its own pages.
+
+        The source answers with the pages that it has.
         """
         first = max(0, view.head)
         listed, coming = room.listed >> first, room.coming >> first
@@ -499,8 +500,9 @@ class Protocol:
     # ---- events from outside of a room
 
     def crash_source(self, room: Room, rank: int) -> Room:
-        """Returns the room after a rank of P has died and restarted: its pages have other bytes, its words are empty,
-        and its memory is lost.
+        """Returns the room after a rank of the source has died and restarted.
+
+        The pages of the rank have other bytes, its lease words are empty, and its memory is lost.
         """
         if not room.held and room.word[rank] == UNSET:
             return room._replace(intact=put(room.intact, rank, 0), listed=0, coming=0)

@@ -37,8 +37,8 @@ def runs(base: int, pages: NDArray[np.int64]) -> NDArray[np.uint64]:
 class Peer:
     """All of `pool` is readable.
 
-    The second half of page 0 and all of page 1 of `gone` are registered but unreadable. Unmapped memory behaves in the
-    same way until something else is mapped there.
+    In the memory `gone`, the second half of page 0 and all of page 1 are registered but unreadable. Unmapped memory
+    behaves in the same way until something else is mapped there.
     """
 
     def __init__(self, pages: int) -> None:

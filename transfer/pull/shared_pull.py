@@ -339,7 +339,7 @@ class SharedPulls:
         self._serial = itertools.count()
         self._open: dict[str, SharedPull] = {}
         self._parts: dict[str, tuple[SharedPull, _SourcePart]] = {}  # by key, until the last event of the part
-        # the `seen` of each source, for the sources that were read most recently
+        # the attribute `seen` of each of the sources that were read most recently
         self._seen: dict[Place, tuple[float, float]] = {}
 
     def __contains__(self, key: str) -> bool:

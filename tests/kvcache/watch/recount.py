@@ -52,7 +52,7 @@ def owners(replica: Replica) -> dict[int, set[str]]:
 
 
 def assert_same(followed: Followed, manager: PagedKVCacheManager) -> Counter[PageState]:
-    """Asserts that a watch agrees with the manager, page by page. Returns the number of pages in each state."""
+    """Asserts that a snapshot agrees with the manager, page by page. Returns the number of pages in each state."""
     manager.check()
     look, seen = followed.look, Counter[PageState]()
     assert look is not None

@@ -28,7 +28,7 @@ from tests.kvcache.watch.recount import assert_same
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the watch prepare a new snapshot for every question, because the tests ask more often than a real
+    """Makes the endpoint prepare a new snapshot for every question, because the tests ask more often than a real
     watcher.
     """
     monkeypatch.setattr(endpoint, "_LEAST_S", 0.0)
@@ -53,7 +53,7 @@ class Watcher:
         return self.followed.apply(frames)
 
     def look_in_time(self) -> Look:
-        """Asks for a snapshot until the watch accepts the client, and returns the snapshot."""
+        """Asks for a snapshot until the endpoint accepts the client, and returns the snapshot."""
         deadline = time.monotonic() + 30
         while True:
             try:
@@ -332,7 +332,7 @@ def test_a_pool_that_was_replaced_is_watched_anew(monkeypatch: pytest.MonkeyPatc
         first, book = watcher.look(), watcher.watch._worker._book
         assert book is not None
         deadline = time.monotonic() + 20
-        while not book.cost_s and time.monotonic() < deadline:  # The watch sets `cost_s` after its answer.
+        while not book.cost_s and time.monotonic() < deadline:  # `cost_s` is set after the answer.
             time.sleep(0.001)
         assert 0.0 < book.beside_s < book.cost_s
         monkeypatch.setattr(book._pools[0].watched, "pool", other._replicas.each[0].pool)
@@ -363,7 +363,7 @@ def test_a_look_waits_as_long_as_a_loop_that_never_rests_needs(monkeypatch: pyte
             manager.release("a")
         watcher.look()
         worker, deadline = watcher.watch._worker, time.monotonic() + 20
-        # The watch moves `_due` after it has sent its answer.
+        # The endpoint moves `_due` after it has sent its answer.
         while worker._due <= worker._asked_at + 0.5 and time.monotonic() < deadline:
             time.sleep(0.001)
         assert worker._due > worker._asked_at + 0.5, "this thread has run all the time"
@@ -533,7 +533,7 @@ def test_one_snapshot_answers_all_waiting_clients_and_a_new_client_comes_first(m
         monkeypatch.setattr(worker, "_answer", held_back)
 
         def asked_by(*who: tuple[WatchClient, Followed]) -> None:
-            """Makes these clients ask at the same time, so that the watch reads all questions before it answers."""
+            """Makes these clients ask at the same time, so that the endpoint reads all questions before it answers."""
             held[0] = True
             for client, one in who:
                 client.ask(one.ask)

@@ -1,4 +1,4 @@
-"""A watch never shows a salt, and shows request ids only if that is allowed."""
+"""`pagewire top` never shows a salt, and shows request ids only if that is allowed."""
 
 from __future__ import annotations
 
