@@ -221,7 +221,7 @@ class PagedKVCacheManager:
 
     # ---- a step of the serving loop
 
-    def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:
+    def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:  # noqa: C901 - the usual steps make no call
         """Give the request pages for all its known tokens and `num_steps` steps. Matching cached pages are used.
 
         `start_idx` of the context moves to the end of a prefix hit. A request without pages has computed nothing: it
@@ -253,7 +253,8 @@ class PagedKVCacheManager:
         else:
             num_steps = arguments.steps(num_steps)
         replica, replica_idx, row = self._claims.own(data, "maybe_reserve")
-        self._look_for_reset()
+        if self._reset_endpoint.is_asked:
+            self._look_for_reset()
         context = read_context(data)
         mark.call, mark.context = ("maybe_reserve", context.request_id), context
         try:
