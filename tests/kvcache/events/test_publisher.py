@@ -346,8 +346,10 @@ def test_after_an_error_in_the_events_all_pages_are_reported_as_gone_and_the_loo
         run(manager, 1, 101)
         for met_by in (worker.turn, worker.catch_up):
             with monkeypatch.context() as patch:
+                idle = threading.Event()
+                patch.setattr(worker, "turn", idle.set)  # It returns None: there are no events.
+                assert idle.wait(PATIENCE_S), "the thread has not ended its last turn"
                 patch.setattr(worker._book, "apply", failing)
-                patch.setattr(worker, "turn", lambda: False)
                 compute(manager, 201)
                 met_by()
                 waited(lambda: "is announced again" in caplog.text)
