@@ -22,7 +22,7 @@ from transfer.plan.shapes import dense
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, new_incarnation
-from transfer.pull.replica import ReplicaTransfer
+from transfer.pull.replica import LeaseOffer, ReplicaTransfer
 from transfer.pull.source import Source
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 
@@ -94,7 +94,7 @@ def measure(count: int, rounds: int) -> list[Price]:
                 start = now()
                 source.ranks[0].seal([theirs])
                 seals.append((now() - start) / 1e3)
-                source.offer("r", lease)
+                source.offer(LeaseOffer("r", lease))
                 start = now()
                 reader.pull("r", Source(server.endpoint, "source", lease), 60.0)
                 reader.add_pages("r", [PageCopy(ours, theirs, (0, 16 * count))], last=True)
