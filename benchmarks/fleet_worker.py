@@ -94,7 +94,7 @@ def stage(request: DecodeRequest) -> Phase:
     if request.phase == "decoding":
         return "decode"
     if request.phase in ("offered", "pulling"):
-        return "pull" if request.offer is not None and request.offer.token is not None else "prefill"
+        return "pull" if request.has_ended_prefill else "prefill"
     return "queue"
 
 

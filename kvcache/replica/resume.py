@@ -57,7 +57,7 @@ class FromBelow(NamedTuple):
     # the number of columns for which all tables of full attention have pages, even if pages of windows are missing
     reach: int
     every: Digests  # the digest of each page in each table, `[tables, pages, words]`
-    lacking: Asked  # a mask of the needed pages that only the lower tier has, `[tables, pages]`
+    lacking: Asked  # marks each needed page that only the lower tier has, bool `[tables, pages]`
     # for each group of tables, the needed pages, with `NO_PAGE` in place of a page that only the lower tier has
     found: tuple[Pages, ...]
     here: Pages  # the needed pages that the device has, ordered by column

@@ -237,17 +237,17 @@ class PeerPrefixes:
 
         The measurement is discarded if pages of the prompt were pulled during the computation.
 
-        If a pull of the prompt's pages is still in progress, the computation was quicker. If the pull has already taken
-        longer than its estimate, this time is recorded as the time of the pull, although the whole pull would take even
-        longer. Without this record, a link that has become slower would never be noticed, and pages would be requested
-        in vain for each further prompt.
+        If a pull of the prompt's pages has not been reported as complete, the computation was quicker. If the pull has
+        already taken longer than its estimate, this time is recorded as the time of the pull. An unfinished pull would
+        take even longer. Without this record, a link that has become slower would never be noticed, and pages would be
+        requested in vain for each further prompt.
         """
         if key not in self._split:
             self.estimate.compute.add(tokens, seconds, cached)
         fetch = self._open.get(key)
-        if fetch is not None and fetch.pending is not None and self._has_met_all(fetch):
+        if fetch is not None and fetch.pending is not None and self._meet_sources(fetch):
             begin, end = fetch.pending.tokens
-            took_s, estimated_s = self._clock() - fetch.since, self.estimate.pull.seconds(end - begin)
+            took_s, estimated_s = self._took_s(fetch), self.estimate.pull.seconds(end - begin)
             if estimated_s is not None and took_s > estimated_s:
                 self.estimate.pull.add(end - begin, took_s)
         self.drop(key)
@@ -373,7 +373,7 @@ class PeerPrefixes:
         if proof is not None:
             self.pages_pulled += (end - begin) // self._manager.page_size
             # A pull is not measured if it was the first contact with a source or if a source failed.
-            if self._has_met_all(fetch) and not failed:
+            if self._meet_sources(fetch) and not failed:
                 self.estimate.pull.add(end - begin, self._took_s(fetch))
         if not fetch.pulled:
             self.counts[fetch.stretches.outcome] += 1
@@ -386,13 +386,13 @@ class PeerPrefixes:
         fetch.to_ask = deque(place for place in fetch.places if place not in left_out)
         return self._go_on(fetch, "pulled")
 
-    def _has_met_all(self, fetch: _Fetch) -> bool:
-        """Returns whether pages were pulled before from all sources of this pull. Records these sources."""
+    def _meet_sources(self, fetch: _Fetch) -> bool:
+        """Records the sources of this pull as known. Returns whether all of them were known before."""
         are_new = [self._met.add(lent.source.incarnation) for lent in fetch.lent]
         return not any(are_new)
 
     def _took_s(self, fetch: _Fetch) -> float:
-        """Returns the duration of a pull that has just ended, in seconds, including the time for asking the source.
+        """Returns how long a pull has taken so far, in seconds, including the time for asking the source.
 
         If the prompt runs, the pull may have ended during a step of the loop. The time between the end of the pull and
         the end of the step does not count.

@@ -333,6 +333,11 @@ class DecodeRequest(TrackedRequest):
         """The latest offer of this attempt that was processed."""
         return self.offers.newest
 
+    @property
+    def has_ended_prefill(self) -> bool:
+        """Whether the first token of the request's current attempt has been offered."""
+        return self.offer is not None and self.offer.token is not None
+
     def trace(self, span: HandoverSpan) -> None:
         """Updates the span.
 

@@ -215,7 +215,7 @@ def test_idle_pages_of_a_hit_do_not_also_count_as_free(make: Any) -> None:
     run(manager, [owner := claimed(manager, range(16))])
     manager.release(owner.request_id)
     assert manager.maybe_reserve(claimed(manager, [99]))
-    # Of the 6 free pages, 4 pages hold the prefix and only 2 pages are left. The request needs 3 new pages.
+    # The prefix takes 4 of the 6 free pages, so only 2 pages are left. The request needs 3 new pages.
     assert not manager.maybe_reserve(long := claimed(manager, range(28)))
     manager.release(long.request_id)
     assert manager.maybe_reserve(fits := claimed(manager, range(24)))
@@ -315,7 +315,7 @@ def test_generated_tokens_are_found_by_the_next_turn(make: Any) -> None:
     manager.release(turn.request_id)
     following = claimed(manager, [*range(6), *range(100, 107), 50, 51])
     assert manager.maybe_reserve(following)
-    assert following.start_idx == 12  # Of the 13 tokens of the first turn, 12 tokens have KV. They fill three pages.
+    assert following.start_idx == 12  # The first turn has 13 tokens. 12 of them have KV, which fills three pages.
 
 
 def test_salts_keep_requests_apart(make: Any) -> None:

@@ -13,7 +13,7 @@ from tests.mutants.sites import Mutant
 
 LIST = Path(__file__).with_name("harmless.txt")
 _BECAUSE = " ## "
-ANY = "*"  # Stands for any expressions. Such an entry matches every change of its function by its operator.
+ANY = "*"  # An entry with this text matches every change that its operator makes in its function.
 
 
 @cache

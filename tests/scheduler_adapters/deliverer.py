@@ -26,7 +26,7 @@ from scheduler_adapters.service import prefill_router
 from scheduler_adapters.service.decode import DecodeScheduler
 from scheduler_adapters.service.prefill import PrefillScheduler
 from scheduler_adapters.service.sockets import received
-from tests.scheduler_adapters.service.processes import Service, has_ended_prefill
+from tests.scheduler_adapters.service.processes import Service
 
 
 class Reached(NamedTuple):
@@ -184,7 +184,7 @@ def _decode_phase(decode: DecodeScheduler, message: msg.AnyMessage) -> str:
         return f"another attempt, {request.phase}"
     if isinstance(message, msg.PagesOffer) and request.offer is not None and request.phase != "decoding":
         size = "smaller" if message.table.num_tokens < request.offer.table.num_tokens else "not smaller"
-        return f"{request.phase}, {'after the last' if has_ended_prefill(request) else size}"
+        return f"{request.phase}, {'after the last' if request.has_ended_prefill else size}"
     return request.phase
 
 

@@ -41,7 +41,7 @@ class PullTimes(NamedTuple):
 
 
 class PullShare(NamedTuple):
-    """What one source has contributed to a pull from several sources.
+    """The part of a pull that one of several sources has contributed.
 
     Attributes:
         place: address and engine id of the source.

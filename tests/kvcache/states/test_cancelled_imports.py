@@ -71,6 +71,17 @@ def without_states(manager: PagedKVCacheManager, name: str) -> None:
     manager.step([context])
 
 
+def shared_import(groups: tuple[LayerGroup, ...]) -> tuple[PagedKVCacheManager, TextContext, PendingImport]:
+    """Returns an open import that shares cached pages from which its request could not resume by itself."""
+    source, target = make(groups, states=False), make(groups, states=False)
+    without_states(target, "first")
+    target.lease("first")
+    target.release("first")
+    for column in range(10):
+        gone(target, PROMPT, 0, column)
+    return target, *importing(source, target)
+
+
 def test_after_a_cancelled_import_a_chunk_ends_where_the_prompt_diverges_from_cached_prompts() -> None:
     source, target = make(), make()
     context, pending = importing(source, target)
@@ -110,13 +121,7 @@ def test_after_a_cancelled_import_cached_pages_after_the_last_state_are_not_over
 def test_after_a_cancelled_import_cached_pages_after_a_lost_window_are_not_overwritten(
     groups: tuple[LayerGroup, ...],
 ) -> None:
-    source, target = make(groups, states=False), make(groups, states=False)
-    without_states(target, "first")
-    target.lease("first")
-    target.release("first")
-    for column in range(10):
-        gone(target, PROMPT, 0, column)
-    context, pending = importing(source, target)
+    target, context, pending = shared_import(groups)
     assert pending.tokens == (40, 40)
     target.cancel_import(pending)
     while context.start_idx < 45:
@@ -199,17 +204,6 @@ def test_a_state_page_is_freed_when_its_copier_gives_up_after_the_release_of_the
     copier.give_up()
     assert target.states[0].num_held == claimed_again
     target.check()
-
-
-def shared_import(groups: tuple[LayerGroup, ...]) -> tuple[PagedKVCacheManager, TextContext, PendingImport]:
-    """Returns an open import that shares cached pages from which its request could not resume by itself."""
-    source, target = make(groups, states=False), make(groups, states=False)
-    without_states(target, "first")
-    target.lease("first")
-    target.release("first")
-    for column in range(10):
-        gone(target, PROMPT, 0, column)
-    return target, *importing(source, target)
 
 
 @pytest.mark.parametrize("groups", [WIDE, NARROW])

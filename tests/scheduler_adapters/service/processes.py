@@ -252,8 +252,3 @@ class Service:
             "the last notification",
         )
         assert [one.stats().pages_held for one in every] == [0] * len(every)
-
-
-def has_ended_prefill(request: DecodeRequest) -> bool:
-    """Returns whether prefill has offered the first token of the request's current attempt."""
-    return request.offer is not None and request.offer.token is not None

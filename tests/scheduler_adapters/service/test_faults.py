@@ -12,7 +12,7 @@ import zmq
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.requests import DecodeRequest, DecodeTimes, PrefillRequest
-from tests.scheduler_adapters.service.processes import NEW, Service, Side, has_ended_prefill
+from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.serving import own_tokens
 
 pytestmark = pytest.mark.slow
@@ -85,7 +85,7 @@ def offered(service: Service) -> DecodeRequest:
     """Brings a request into the state "offered": prefill holds its pages, because decode has no free pages."""
     fill(service, "d0")
     request = service.submit_one("r", PROMPT)
-    service.until(lambda: phase_of_prefill(service) == "held" and has_ended_prefill(request), "the offer")
+    service.until(lambda: phase_of_prefill(service) == "held" and request.has_ended_prefill, "the offer")
     return request
 
 

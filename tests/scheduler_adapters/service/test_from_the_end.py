@@ -477,6 +477,28 @@ def test_a_pull_that_the_computation_has_overtaken_is_measured_if_it_was_slower_
         assert not measured
 
 
+def test_a_pull_that_ended_during_the_last_step_is_measured_without_that_step(
+    start: Callable[..., Service], expected: list[int]
+) -> None:
+    service = start()
+    peers = service.prefills["p1"].peers
+    for tokens in (SIZE, SIZE * PAGES):
+        peers.estimate.pull.add(tokens, 1e-6)
+    took = list[float]()
+    peers.estimate.pull.add = lambda tokens, seconds, cached=0: took.append(seconds)  # type: ignore[method-assign]
+    paced = Paced(service)
+    submit(service, "second", PROMPT, "p1")
+    service.until(lambda: pulling(service), "the pull")
+    service.exchanges["p1"].wait(0, 30.0)  # The pull has ended, and its event was not handled yet.
+    time.sleep(1.0)  # This is the last step of the prompt.
+    (key,) = peers._open
+    peers.computed(key, len(PROMPT), 1.0, 0)
+    (seconds,) = took
+    assert 1e-6 < seconds < 1.0
+    paced.go()
+    finish(service, expected)
+
+
 def test_a_late_event_of_a_pull_finds_no_fetch(start: Callable[..., Service], expected: list[int]) -> None:
     service = start()
     heard: list[PullEvent] = []

@@ -12,7 +12,7 @@ import pytest
 from kvcache.replica.block_table import BlockTable
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.offers import Offers
-from tests.scheduler_adapters.service.processes import NEW, Service, Side, has_ended_prefill
+from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.service.test_faults import OTHER, PROMPT, offered, pulling
 from tests.scheduler_adapters.service.test_messages import SOURCE
 from tests.scheduler_adapters.service.test_repeats import Said, check_serves_to_the_end
@@ -172,7 +172,7 @@ def test_the_last_token_waits_for_an_offer_that_arrives_late(
     for _ in range(20):
         service.poll()
     service.collect()
-    assert (service.tokens["r"], has_ended_prefill(request)) == ([], False)
+    assert (service.tokens["r"], request.has_ended_prefill) == ([], False)
     send(*held[0])
     check_serves_to_the_end(service, expected)
     assert service.decode.counts["retries"] == 0

@@ -11,7 +11,7 @@ import pytest
 
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.requests import DecodeRequest, Recent
-from tests.scheduler_adapters.service.processes import NEW, Service, Side, has_ended_prefill
+from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.service.test_faults import (
     OTHER,
     PROMPT,
@@ -78,8 +78,8 @@ def pulling_the_last(service: Service, monkeypatch: pytest.MonkeyPatch) -> Decod
     request, exchange = service.submit_one("r", PROMPT), service.decode._exchange
     with monkeypatch.context() as held:
         poll = exchange.poll
-        held.setattr(exchange, "poll", lambda: [] if has_ended_prefill(request) else poll())
-        service.until(lambda: request.phase == "pulling" and has_ended_prefill(request), "the last offer")
+        held.setattr(exchange, "poll", lambda: [] if request.has_ended_prefill else poll())
+        service.until(lambda: request.phase == "pulling" and request.has_ended_prefill, "the last offer")
     return request
 
 

@@ -11,7 +11,7 @@ import pytest
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.sockets import received
-from tests.scheduler_adapters.service.processes import NEW, Service, Side, has_ended_prefill
+from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.serving import Unwalked, own_tokens
 
 pytestmark = pytest.mark.slow
@@ -151,7 +151,7 @@ def test_chunks_are_pulled_while_the_rest_of_the_prompt_runs(
     service.submit(PROMPTS[:1])
     request = service.decode._requests["r0"]
     service.until(lambda: request.phase == "pulling", "the first chunk")
-    assert not has_ended_prefill(request)
+    assert not request.has_ended_prefill
     assert not service.tokens["r0"]
     service.until(lambda: service.ended, "the last token")
     assert service.tokens["r0"] == expected[0]

@@ -99,7 +99,7 @@ def test_a_prefix_that_is_there_is_not_read_again(engine: Any) -> None:
     transfer(pair, source, reader)
     assert reader.call("compare", pair) == [[]]
     (stats,) = reader.call("stats")
-    # Of 24 tokens, 16 are read. The factors are layers, sides, heads, tokens, dims and bytes of an element.
+    # The worker reads 16 of 24 tokens. The factors are layers, sides, heads, tokens, dims and bytes of an element.
     assert stats.num_bytes == 2 * 2 * 4 * 16 * 4 * 4
 
 

@@ -1,6 +1,6 @@
-"""Tests block tables that were changed in transit. Whatever the change is, the reader accepts no page that the lease
-does not cover. There are two managers with their exchanges, real NIXL, and a substitute for a model that notices every
-wrong byte. The source also has the pages of a second prompt, which the changed tables name.
+"""Tests block tables that were changed in transit. The reader never accepts a page that the lease does not cover. There
+are two managers with their exchanges, real NIXL, and a substitute for a model that notices every wrong byte. The
+source also has the pages of a second prompt, which the changed tables name.
 """
 
 from __future__ import annotations
