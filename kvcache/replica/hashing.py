@@ -146,7 +146,8 @@ class PrefixHasher:
 
     def _extend(self, tokens: NDArray[np.integer[Any]], last: int) -> None:
         """Hash all pages before page `last` that have no digest yet. `tokens` are all known tokens of the request."""
-        self.begin_if_interrupted()
+        if self.running is None:  # a test in place of `begin_if_interrupted`, because this path is short
+            self._begin()
         running, self.running = self.running, None
         size, keys, page = self.page_size, self.keys_left, len(self.known) // self.width
         while page < last:
@@ -162,9 +163,10 @@ class PrefixHasher:
         size = self.page_size
         if type(running) is _Chain:
             at_once = max(1, _AT_ONCE // (size + 16)) * size
-            for first in range(0, len(tokens), at_once):
-                part = np.ascontiguousarray(tokens[first : first + at_once], _TOKEN)
-                running.extend(part, size * _TOKEN.itemsize)
+            while len(tokens) > at_once:
+                running.extend(np.ascontiguousarray(tokens[:at_once], _TOKEN), size * _TOKEN.itemsize)
+                tokens = tokens[at_once:]
+            running.extend(np.ascontiguousarray(tokens, _TOKEN), size * _TOKEN.itemsize)
             return
         digest = running.digest
         # Each page takes only two Python calls, because a prompt may have thousands of pages.

@@ -75,8 +75,9 @@ class Replica:
         self.hints = ReplicaHints(pool, rows, self.tables, self.hasher, digests_of, self.salt, params, states)
         self.tier = PagesBelow()
         # The lookup that `find` begins with. With recurrent states it returns all published pages that the request
-        # could use, and `find` shortens the result to a page after which a state is cached.
-        self._run = self.tables.run if states else self.tables.find
+        # could use, and `find` shortens the result to a page after which a state is cached. For a single table without
+        # states, `run` is the whole lookup.
+        self._run = self.tables.run if states or one else self.tables.find
         self.log: AnyLog = NoLog()  # the log in which pages are described for KV events
 
     @property
@@ -602,7 +603,8 @@ class Replica:
         """
         if start > self.rows.capacity.item(row):
             raise self.counter.ahead(row, start, self.rows.capacity.item(row))
-        self.counter.refuse_ahead(row, start)
+        if row in self.counter.open:
+            self.counter.refuse_ahead(row, start)
 
     def refuse_starts(self, rows: Rows, starts: Ints) -> None:
         """Raise the errors of `PageLeases.refuse_rewrite` and `refuse_ahead` if one of `rows` must not run."""
