@@ -146,8 +146,7 @@ class PrefixHasher:
 
     def _extend(self, tokens: NDArray[np.integer[Any]], last: int) -> None:
         """Hash all pages before page `last` that have no digest yet. `tokens` are all known tokens of the request."""
-        if self.running is None:  # a test in place of `begin_if_interrupted`, because this path is short
-            self._begin()
+        self.begin_if_interrupted()
         running, self.running = self.running, None
         size, keys, page = self.page_size, self.keys_left, len(self.known) // self.width
         while page < last:
