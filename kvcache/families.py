@@ -21,6 +21,11 @@ is for values above all bounds.
 Sample = tuple[Sequence[object], float | Histogram]
 """One measurement: the values of the family's own labels, and the measured value."""
 
+_CLASSES: dict[str, Any] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 _log = logging.getLogger("pagewire")
 
 
@@ -81,8 +86,8 @@ class FamilyCollector(Collector):
             metric = self._empty(family)
             try:
                 for values, figure in family.read(look()):
-                    labels = [*self._values, *map(str, values)]
-                    metric.add_metric(labels, *_FORMS[family.kind](figure))
+                    parts = _cumulative(figure) if isinstance(figure, tuple) else (figure,)
+                    metric.add_metric([*self._values, *map(str, values)], *parts)
             except Exception:  # noqa: BLE001  (an unreadable family must not cost the host its other metrics)
                 if family.name not in self._unread:
                     _log.exception("metric %s cannot be read", family.name)
@@ -91,21 +96,10 @@ class FamilyCollector(Collector):
                 yield metric
 
     def _empty(self, family: Family) -> Any:
-        labels = (*self._labels, *family.labels)
-        if family.kind == "counter":
-            return CounterMetricFamily(family.name, family.text, labels=labels)
-        made = HistogramMetricFamily if family.kind == "histogram" else GaugeMetricFamily
-        return made(family.name, family.text, labels=labels)
+        return _CLASSES[family.kind](family.name, family.text, labels=(*self._labels, *family.labels))
 
 
 def _cumulative(figure: Histogram) -> tuple[list[tuple[str, float]], float]:
     """Convert a histogram to Prometheus's form: for each bound and for infinity, the number of values up to it."""
     bounds, counts, total = figure
     return list(zip([*map(repr, map(float, bounds)), "+Inf"], accumulate(counts), strict=True)), total
-
-
-def _alone(figure: float) -> tuple[float]:
-    return (figure,)
-
-
-_FORMS: dict[str, Callable[[Any], tuple[Any, ...]]] = {"counter": _alone, "gauge": _alone, "histogram": _cumulative}

@@ -7,16 +7,17 @@ from kvcache.manager import PagedKVCacheManager
 from kvcache.replica.replica import Replica
 from kvcache.replicas import Replicas
 from kvcache.states.state_pages import StatePages
-from kvcache.tiers.host_tier import ReplicaTier
 from kvcache.tiers.page_files import FileRefusal
 from kvcache.types import KVCacheMetrics
 
-_REPLICA = ("replica",)
 
+def _each(name: str, text: str, read: Callable[[Replica], float]) -> Family:
+    """Returns the family of one figure of each replica. The figure is a counter if the name ends in `_total`."""
 
-def _each(read: Callable[[Replica], float]) -> Callable[[Replicas], Iterator[Sample]]:
-    """Returns a function that reads one figure of each replica."""
-    return lambda all_of: (((number,), read(replica)) for number, replica in enumerate(all_of.each))
+    def samples(all_of: Replicas) -> Iterator[Sample]:
+        return (((number,), read(replica)) for number, replica in enumerate(all_of.each))
+
+    return Family(name, "counter" if name.endswith("_total") else "gauge", text, ("replica",), samples)
 
 
 def _total(name: str) -> Callable[[Replicas], Iterator[Sample]]:
@@ -61,16 +62,6 @@ def _of_states(read: Callable[[StatePages], float]) -> Callable[[Replicas], Iter
 
 def _quarantined(replica: Replica) -> int:
     return sum(len(pending.written) for pending in list(replica.imports.each) if pending.closed)
-
-
-def _host(read: Callable[[ReplicaTier], float]) -> Callable[[Replicas], Iterator[Sample]]:
-    """Returns a function that reads one figure of each replica's part of the host tier; 0 without a host tier."""
-
-    def samples(all_of: Replicas) -> Iterator[Sample]:
-        for number in range(len(all_of.each)):
-            yield (number,), 0 if all_of.tiers is None else read(all_of.tiers.replicas[number])
-
-    return samples
 
 
 def _host_pages(at: int) -> Callable[[Replicas], Iterator[Sample]]:
@@ -129,12 +120,10 @@ FAMILIES = (
         ("replica", "source"),
         _prompt_tokens,
     ),
-    Family(
+    _each(
         "pagewire_evicted_pages_total",
-        "counter",
         "Published pages that were evicted because their memory was needed.",
-        _REPLICA,
-        _each(lambda replica: replica.pool.evictions),
+        lambda replica: replica.pool.evictions,
     ),
     Family(
         "pagewire_pages",
@@ -143,61 +132,35 @@ FAMILIES = (
         ("replica", "state"),
         _pages,
     ),
-    Family(
+    _each(
         "pagewire_page_usage_ratio",
-        "gauge",
         "Share of the pages that are held by a request or lease, or being written.",
-        _REPLICA,
-        _each(lambda replica: 1.0 - _free(replica) / replica.pool.num_pages),
+        lambda replica: 1.0 - _free(replica) / replica.pool.num_pages,
     ),
-    Family(
-        "pagewire_claimed_requests",
-        "gauge",
-        "Requests that have a row.",
-        _REPLICA,
-        _each(lambda replica: len(replica.rows.row_of)),
-    ),
-    Family(
+    _each("pagewire_claimed_requests", "Requests that have a row.", lambda replica: len(replica.rows.row_of)),
+    _each(
         "pagewire_leased_pages",
-        "gauge",
         "Pages that leases of released requests hold for their readers.",
-        _REPLICA,
-        _each(lambda replica: replica.leases.num_pages),
+        lambda replica: replica.leases.num_pages,
     ),
-    Family(
+    _each(
         "pagewire_open_imports",
-        "gauge",
         "Imports of pages that are still open, neither committed nor cancelled.",
-        _REPLICA,
-        _each(lambda replica: len(replica.imports.each)),
+        lambda replica: len(replica.imports.each),
     ),
-    Family(
+    _each(
         "pagewire_quarantined_pages",
-        "gauge",
         "Pages of cancelled imports that a transfer in flight may still write.",
-        _REPLICA,
-        _each(_quarantined),
+        _quarantined,
     ),
-    Family(
+    _each(
         "pagewire_hint_ratio",
-        "gauge",
         "Share of the idle pages that follow retention hints.",
-        _REPLICA,
-        _each(lambda replica: replica.hints.share),
+        lambda replica: replica.hints.share,
     ),
-    Family(
-        "pagewire_host_stored_pages_total",
-        "counter",
-        "Pages copied to the host tier.",
-        _REPLICA,
-        _host(lambda tier: tier.stored),
-    ),
-    Family(
-        "pagewire_host_loaded_pages_total",
-        "counter",
-        "Pages copied back from the host tier.",
-        _REPLICA,
-        _host(lambda tier: tier.loaded),
+    _each("pagewire_host_stored_pages_total", "Pages copied to the host tier.", lambda replica: replica.tier.stored),
+    _each(
+        "pagewire_host_loaded_pages_total", "Pages copied back from the host tier.", lambda replica: replica.tier.loaded
     ),
     Family("pagewire_host_pages", "gauge", "Pages that the host tier has room for.", (), _host_pages(0)),
     Family("pagewire_host_cached_pages", "gauge", "Pages of the host tier that can be found.", (), _host_pages(1)),
@@ -212,14 +175,14 @@ FAMILIES = (
         "pagewire_state_hits_total",
         "counter",
         "Requests that resumed from a cached recurrent state.",
-        _REPLICA,
+        ("replica",),
         _of_states(lambda pages: pages.hits),
     ),
     Family(
         "pagewire_evicted_states_total",
         "counter",
         "Cached recurrent states that were evicted from the device.",
-        _REPLICA,
+        ("replica",),
         _of_states(lambda pages: pages.evictions),
     ),
     Family(

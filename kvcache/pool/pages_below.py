@@ -39,6 +39,7 @@ class PagesBelow:
     # are fewer than an object usually has. `longest_tail` is the most pages of such an object. A lookup of states goes
     # this many pages beyond the pages that it finds.
     longest_tail = 0
+    stored = loaded = 0  # the number of pages copied to the host, and to the device, so far
     is_bringing = False  # whether copies that `bring` has begun are still running
 
     def has(self, digests: Digests, asked: Asked) -> Asked:  # noqa: ARG002 - there is nothing to look in
