@@ -187,9 +187,6 @@ class PagedKVCacheManager:
         num_steps = arguments.steps(num_steps)
         check_context(context, "admission")
         self._look_for_reset()
-        if self._replicas.is_loading:
-            with self._mark.changing("admission"):
-                self._replicas.take_up()
         return self._replicas.admission(read_context(context), num_steps)
 
     def prefetch(self, context: Context) -> bool:

@@ -13,7 +13,7 @@ from kvcache.claims import One
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.events.book import EventBook
 from kvcache.events.log import FILES, HOST, AnyLog, EventLog, NoLog, Watched
-from kvcache.events.publisher import EventPublisher, NoEvents
+from kvcache.events.publisher import EventPublisher
 from kvcache.events.wire import CacheSpec
 from kvcache.layer_groups import LayerGroup, LayerTables
 from kvcache.layout import PageLayout, replica_fingerprint
@@ -152,7 +152,8 @@ class Replicas:
         self._copies = [PeerCopies(placed)] if params.routing.copy_pages and len(placed) > 1 else []
         least = params.partial_reuse_min_tokens
         self._partial = [PartialReuse(replica, least) for replica in self.each] if least else []
-        self._events: EventPublisher | NoEvents = NoEvents()
+        self._events: EventPublisher | None = None
+        self.event_endpoints: list[tuple[str, str | None]] = []  # the addresses of each replica's KV events and replays
         self._watched: list[Watched] = []  # the prefix indexes whose changes are reported as events
         self._log: AnyLog = NoLog()  # records the changes of the indexes in `_watched`, and the tokens of new pages
         # Whether a step of one request needs only the request's row, because there are no tiers, events or further
@@ -171,6 +172,10 @@ class Replicas:
 
     def admission(self, context: SafeContext, num_steps: int = 1) -> Admission:
         """Returns the best replica for a new request."""
+        if any(tiers.is_loading for tiers in self._all_tiers):
+            # Steps handle copies from host memory that have ended. A loop that only waits runs no step.
+            with self.mark.changing("admission"):
+                self._take_up()
         one = self.each[0]
         length = one.length_of(context, num_steps, 0)
         claimed = [len(replica.rows.row_of) for replica in self.each]
@@ -185,19 +190,6 @@ class Replicas:
         missing, fits = zip(*(self._fits(at, context, length, one) for at, one in enumerate(found)), strict=True)
         chosen = self._router.recommend(missing, claimed, fits)
         return Admission(chosen, found[chosen].end, missing[chosen], fits[chosen])
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether pages are held for copies from host memory. They are held until `take_up` handles the copies' end."""
-        return any(tiers.is_loading for tiers in self._all_tiers)
-
-    def take_up(self) -> None:
-        """Handle copies from host memory that have ended, which may free pages.
-
-        The steps of a serving loop do the same. A loop that only waits, and runs no step, needs this call.
-        """
-        for tiers in self._all_tiers:
-            tiers.take_up()
 
     def prefetch(self, context: SafeContext) -> bool:
         """Begin to load the request's pages into the host tier. Returns whether any pages are on their way."""
@@ -214,8 +206,7 @@ class Replicas:
         # At its first reservation, a request uses cached pages even if it runs only one token.
         first_time = replica.rows.prompt.item(row) < 0
         if first_time:
-            if self._all_tiers:
-                self.take_up()
+            self._take_up()
             for copies in self._copies:
                 copies.bring(replica_idx, row, context, num_steps)
         new_pages = replica.reserve(row, context, context.indices, num_steps)
@@ -439,6 +430,7 @@ class Replicas:
         log, capacity = EventLog(), sum(len(each.pages.published) for each in watched)
         book = EventBook(len(self.each), capacity, self.each[0].page_size, *specs)
         self._events = EventPublisher(options, log, book, len(self.each))
+        self.event_endpoints = self._events.endpoints
         self._watched = watched
         for each in watched:
             log.watch(each)
@@ -467,7 +459,8 @@ class Replicas:
             tiers.mend()
         for partial in self._partial:
             partial.clear()
-        self._events.agree(self._watched)
+        if self._events is not None:
+            self._events.agree(self._watched)
         return lost
 
     def forget_idle(self) -> None:
@@ -476,11 +469,6 @@ class Replicas:
             tiers.reset()
         for replica in self.each:
             replica.forget_idle()
-
-    @property
-    def event_endpoints(self) -> list[tuple[str, str | None]]:
-        """The addresses of each replica's KV events and replays."""
-        return self._events.endpoints
 
     @property
     def host_pages(self) -> tuple[int, int]:
@@ -502,7 +490,8 @@ class Replicas:
         """Close the tiers and stop the events. With `flush`, first writes all published pages. Safe to call twice."""
         for tiers in self._all_tiers:
             tiers.close(flush=flush)
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
 
     def check(self) -> None:
         """Recount every replica, then the tiers below. Raises `InvariantError` at the first discrepancy."""
@@ -511,6 +500,11 @@ class Replicas:
         self.steps.check()
         for tiers in self._all_tiers:
             tiers.check()
+
+    def _take_up(self) -> None:
+        """Handle copies from host memory that have ended, which may free pages."""
+        for tiers in self._all_tiers:
+            tiers.take_up()
 
     def _reuse_part(self, partial: PartialReuse, replica_idx: int, row: int, context: SafeContext) -> None:
         """Copy a cached page into the request's own page, if the request shares a part of the cached page's tokens."""

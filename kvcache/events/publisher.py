@@ -416,19 +416,6 @@ class EventPublisher:
         self._thread.join(_END_S)
 
 
-class NoEvents:
-    """The publisher of a manager that reports no KV events. It does nothing."""
-
-    def __init__(self) -> None:
-        self.endpoints = list[tuple[str, str | None]]()
-
-    def agree(self, indexes: Sequence[Watched]) -> None:
-        """See `EventPublisher.agree`. Does nothing."""
-
-    def close(self) -> None:
-        """See `EventPublisher.close`. Does nothing."""
-
-
 def batched(events: Iterable[KVEvent]) -> Iterable[list[KVEvent]]:
     """Split events into batches that each have a limited number of tokens."""
     part: list[KVEvent] = []
