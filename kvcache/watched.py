@@ -9,6 +9,7 @@ order, whether it is shared, and its owner.
 
 import hashlib
 from enum import IntEnum
+from functools import lru_cache
 from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
@@ -50,6 +51,7 @@ def owners_of(cells: Cells) -> Cells:
     return cells >> np.uint32(OWNER_SHIFT)
 
 
+@lru_cache(1 << 14)
 def request_digest(request_id: str) -> str:
     """Returns a text that stands for a hidden request id.
 

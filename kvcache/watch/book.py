@@ -60,11 +60,6 @@ class PoolBook:
             self.tree.apply(entries)
             time.sleep(_PAUSE_S)
 
-    def plant(self) -> None:
-        """Add the published pages of running requests to the prefix tree."""
-        for pages in self.watched.prefixes():
-            self.tree.add_row(pages)
-
     def tree_rows(self) -> tuple[TreeRow, ...]:
         """Returns the largest parts of the prefix tree.
 
@@ -89,7 +84,6 @@ class WatchBook:
         name: str,
         pools: Sequence[WatchedPool],
         sizes: tuple[int, int],
-        metrics: Callable[[], KVCacheMetrics],
         beside: Callable[[], Beside],
         names: WatchNames,
     ) -> None:
@@ -101,12 +95,13 @@ class WatchBook:
         self.beside_s = 0.0
         self.check: tuple[float, CheckReport] | None = None  # the time of the last recount (`check`), and its result
         self._name, self._sizes, self._beside = name, sizes, beside
-        self._metrics, self._names = metrics, names
+        self._names = names
         self._evictions = EvictionBook()
         self._pools = [PoolBook(pool) for pool in pools]
         for pool in self._pools:
             pool.log.begin()
-            pool.plant()
+            for pages in pool.watched.prefixes():
+                pool.tree.add_row(pages)
 
     @property
     def is_outdated(self) -> bool:
@@ -128,7 +123,7 @@ class WatchBook:
             self.beside_s += time.thread_time() - started
             pool.take(self._evictions)
 
-    def look(self, known: int) -> tuple[Look, Frames]:
+    def look(self, known: int, metrics: KVCacheMetrics) -> tuple[Look, Frames]:
         """Returns the changes since the snapshot with the number `known`. If `known` is 0, returns the whole state."""
         beside = self._beside()
         owners = self._owners(beside)
@@ -157,22 +152,17 @@ class WatchBook:
             tree=tuple(row for pool in self._pools for row in pool.tree_rows()),
             evictions=evictions.rows(),
             evicted={reason: (pages, evictions.again[reason]) for reason, pages in evictions.pages.items()},
-            figures={**_totals(self._metrics()), **beside.figures},
+            figures={**_totals(metrics), **beside.figures},
             check=check,
         )
         return header, [frame for pool in self._pools for frame in pool.since(base)]
 
     def _owners(self, beside: Beside) -> Owners:
-        columns: list[list[object]] = [[] for _ in Owners.__struct_fields__]
-        for pool in self._pools:
-            for column, values in zip(columns, pool.watched.owners(beside.phases), strict=True):
-                column.extend(values)
-        known = set(columns[1])
-        for request_id, phase in beside.phases.items():
-            if request_id not in known:
-                for column, value in zip(columns, (0, request_id, "", phase, "", 0, 0, 0), strict=True):
-                    column.append(value)
-        return Owners(**dict(zip(Owners.__struct_fields__, map(tuple, columns), strict=True)))  # pyright: ignore[reportArgumentType]
+        rows = [row for pool in self._pools for row in pool.watched.owners(beside.phases)]
+        known = {request_id for _, request_id, *_ in rows}
+        rows += [(0, name, "", phase, "", 0, 0, 0) for name, phase in beside.phases.items() if name not in known]
+        columns = zip(*rows, strict=True)  # no columns if there are no rows
+        return Owners(**dict(zip(Owners.__struct_fields__, columns, strict=False)))  # pyright: ignore[reportArgumentType]
 
     def _named(self, owners: Owners) -> Owners:
         names = self._names

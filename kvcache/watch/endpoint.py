@@ -71,13 +71,19 @@ class _WatchThread:
     It ends with `close`, or when the object that is watched is garbage-collected.
     """
 
-    def __init__(self, socket: BoundSocket, owner: object, make_book: Callable[[Any], WatchBook]) -> None:
+    def __init__(
+        self,
+        socket: BoundSocket,
+        owner: object,
+        make_book: Callable[[Any], WatchBook],
+        metrics: Callable[[Any], KVCacheMetrics],
+    ) -> None:
         self.closing = threading.Event()
         self.check_asked = False
         self.checked: tuple[float, CheckReport] | None = None
         self._socket = socket
         self._owner = weakref.ref(owner)
-        self._make_book = make_book
+        self._make_book, self._metrics = make_book, metrics
         self._book: WatchBook | None = None
         self._watchers: dict[bytes, _Watcher] = {}
         self._asked_at = self._due = 0.0
@@ -151,11 +157,10 @@ class _WatchThread:
         """
         if self._book is not None and self._book.is_outdated:
             self._forget()
-        book, owner = self._book, self._owner()
-        if book is None:
-            if owner is None:
-                return
-            book = self._book = self._make_book(owner)
+        if (owner := self._owner()) is None:
+            return
+        book = self._book = self._book or self._make_book(owner)
+        metrics = self._metrics(owner)
         del owner
         started = time.thread_time()
         book.update()
@@ -167,7 +172,7 @@ class _WatchThread:
             watcher.answered_at = time.monotonic()
             base = ask.known if ask is not None and ask.incarnation == book.incarnation else 0
             if base not in made:
-                header, frames = book.look(base)
+                header, frames = book.look(base, metrics)
                 made[base] = [msgspec.msgpack.encode(header), *(frame.data for frame in frames)]
             if not self._send([sender, *made[base]]):
                 del self._watchers[sender]
@@ -198,6 +203,7 @@ class Watch:
         owner: the object to watch until `close`, or until it is garbage-collected. The thread keeps only a weak
             reference to it, so neither `make_book` nor the book that it returns may refer to it.
         make_book: takes the owner, and returns the `WatchBook` for the thread.
+        metrics: takes the owner, and returns its counters. Called in the thread.
         recount: counts everything again, in the loop's thread. Raises `InvariantError` if the counts disagree.
         pools: returns the pools whose pages are counted after a recount.
         endpoint: the address to bind. Without `secure` it must be on this host. Port 0 means any free port, see
@@ -211,6 +217,7 @@ class Watch:
         self,
         owner: object,
         make_book: Callable[[Any], WatchBook],
+        metrics: Callable[[Any], KVCacheMetrics],
         recount: Callable[[], None],
         pools: Callable[[], list[WatchedPool]],
         endpoint: str,
@@ -220,7 +227,7 @@ class Watch:
         self._check_due = 0.0
         socket = _bound(endpoint, secure)
         self.address = socket.address
-        self._worker = _WatchThread(socket, owner, make_book)
+        self._worker = _WatchThread(socket, owner, make_book, metrics)
         self._thread = threading.Thread(target=self._worker.run, name="pagewire-watch", daemon=True)
         self._thread.start()
 
@@ -278,16 +285,15 @@ class ManagerWatch(Watch):
     ) -> None:
         all_of = manager._replicas  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - the manager's own watch
         sizes = manager.page_size, sum(layout.page_bytes for layout in manager.layouts)
-        found = weakref.ref(all_of)
         names = WatchNames(are_clear=secure is not None if clear_names is None else clear_names)
 
-        def metrics() -> KVCacheMetrics:
-            return KVCacheMetrics() if (alive := found()) is None else alive.metrics
-
         def make_book(owner: Replicas) -> WatchBook:
-            return WatchBook(name, pools_of(owner), sizes, metrics, beside, names)
+            return WatchBook(name, pools_of(owner), sizes, beside, names)
 
-        super().__init__(all_of, make_book, manager.check, lambda: pools_of(all_of), endpoint, secure)
+        def metrics(owner: Replicas) -> KVCacheMetrics:
+            return owner.metrics
+
+        super().__init__(all_of, make_book, metrics, manager.check, lambda: pools_of(all_of), endpoint, secure)
 
 
 def _clocks() -> tuple[float, float]:

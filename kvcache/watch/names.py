@@ -7,7 +7,8 @@ its pages.
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import lru_cache
 
 import msgspec
 
@@ -15,9 +16,9 @@ from kvcache.watched import Beside, request_digest
 
 # a key that differs in each process, so that nobody can test a guessed salt against the names that are shown
 _KEY = secrets.token_bytes(16)
-_MOST_KEPT = 1 << 14
 
 
+@lru_cache(1 << 14)
 def tenant_name(salt: str) -> str:
     """Returns the name under which a salt is shown. It stays the same as long as this process runs.
 
@@ -33,16 +34,14 @@ class WatchNames:
 
     def __init__(self, *, are_clear: bool) -> None:
         self._are_clear = are_clear
-        self._requests: dict[str, str] = {}
-        self._tenants: dict[str, str] = {}
 
     def requests(self, ids: Iterable[str]) -> list[str]:
         """Returns the name of each request."""
-        return list(ids) if self._are_clear else [_kept(self._requests, one, request_digest) for one in ids]
+        return list(ids) if self._are_clear else list(map(request_digest, ids))
 
     def tenants(self, salts: Iterable[str]) -> list[str]:
         """Returns the name of each salt. The name does not reveal the salt."""
-        return [_kept(self._tenants, one, tenant_name) for one in salts]
+        return list(map(tenant_name, salts))
 
     def beside(self, beside: Beside) -> Beside:
         """Replace the request ids in `leases` and `pulls` by names. The keys of `phases` stay request ids."""
@@ -62,11 +61,3 @@ class WatchNames:
             return text
         # All ids are replaced in a single pass, because a digest that was inserted could contain a shorter id.
         return re.sub("|".join(map(re.escape, longest_first)), lambda found: request_digest(found[0]), text)
-
-
-def _kept(known: dict[str, str], name: str, make: Callable[[str], str]) -> str:
-    if (found := known.get(name)) is None:
-        if len(known) >= _MOST_KEPT:
-            known.clear()
-        found = known[name] = make(name)
-    return found

@@ -23,7 +23,7 @@ from kvcache.watch.book import WatchBook
 from kvcache.watch.cells import pool_cells
 from kvcache.watch.endpoint import Watch
 from kvcache.watch.names import WatchNames
-from kvcache.watch.pools import OwnerColumns
+from kvcache.watch.pools import OwnerRow, WatchedPool
 from kvcache.watched import OWNER_SHIFT, STATE_BITS, Beside, Cells, PageState
 from scheduler_adapters.sglang.cache import PagewireCache
 from scheduler_adapters.sglang.settings import Settings
@@ -51,27 +51,25 @@ def watch(cache: object, settings: Settings) -> None:
     secure = None if keyring is None else keyring.secure_server
     allocator: Any = cache.token_to_kv_pool_allocator
     page_bytes = int(np.sum(allocator.get_kvcache().get_kv_size_bytes())) // allocator.size * cache.page_size
-    name, sizes, found = f"sglang-{os.getpid()}", (cache.page_size, page_bytes), weakref.ref(cache)
-
+    name, sizes = f"sglang-{os.getpid()}", (cache.page_size, page_bytes)
     names = WatchNames(are_clear=secure is not None)
 
-    def metrics() -> KVCacheMetrics:
-        return KVCacheMetrics() if (alive := found()) is None else KVCacheMetrics(evictions=alive.pool.evictions)
-
     def make_book(owner: PagewireCache) -> WatchBook:
-        return WatchBook(name, [CachePool(owner)], sizes, metrics, Beside, names)
+        return WatchBook(name, [CachePool(owner)], sizes, Beside, names)
 
-    made = Watch(cache, make_book, cache.check, lambda: [CachePool(cache)], settings.watch, secure)
+    def metrics(owner: PagewireCache) -> KVCacheMetrics:
+        return KVCacheMetrics(evictions=owner.pool.evictions)
+
+    made = Watch(cache, make_book, metrics, cache.check, lambda: [CachePool(cache)], settings.watch, secure)
     cache.watch = made
     logger.info("pagewire top %s shows the pages of this scheduler", made.address)
 
 
-class CachePool:
+class CachePool(WatchedPool):
     """The data that `pagewire top` shows: from our cache, and from SGLang's row pool and free pages."""
 
-    name = "0"
-
     def __init__(self, cache: PagewireCache) -> None:
+        super().__init__("0", cache.pool)
         self._cache: PagewireCache = weakref.proxy(cache)
 
     @property
@@ -95,25 +93,17 @@ class CachePool:
             cells[held] |= np.uint32(row + 1 << OWNER_SHIFT)
         return cells
 
-    def owners(self, phases: Mapping[str, str]) -> OwnerColumns:
+    def owners(self, phases: Mapping[str, str]) -> list[OwnerRow]:
         """The requests that have a row in SGLang, and the requests that still wait for a row."""
         rows = {id(req): (row + 1, len(pages)) for req, row, pages in self._rows()}
-        known = [req for req in self._cache.requests() if id(req) in rows or not req.finished()]
-        each = [rows.get(id(req), (0, 0)) for req in known]
-        own = [
-            "decoding" if req.output_ids else "prompt" if row else "waiting"
-            for req, (row, _) in zip(known, each, strict=True)
-        ]
-        return (
-            [row for row, _ in each],
-            [req.rid for req in known],
-            [req.cache_salt or "" for req in known],
-            [phases.get(req.rid) or phase for req, phase in zip(known, own, strict=True)],
-            [self.name] * len(known),
-            [pages for _, pages in each],
-            [req.kv.kv_committed_len for req in known],
-            [len(req.origin_input_ids) for req in known],
-        )
+        found: list[OwnerRow] = []
+        for req in self._cache.requests():
+            if id(req) in rows or not req.finished():
+                row, pages = rows.get(id(req), (0, 0))
+                phase = phases.get(req.rid) or ("decoding" if req.output_ids else "prompt" if row else "waiting")
+                tokens, prompt = req.kv.kv_committed_len, len(req.origin_input_ids)
+                found.append((row, req.rid, req.cache_salt or "", phase, self.name, pages, tokens, prompt))
+        return found
 
     def prefixes(self) -> Iterable[NDArray[np.int32]]:
         """The cached pages of each request that has a row."""

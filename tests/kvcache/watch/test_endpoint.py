@@ -335,7 +335,7 @@ def test_a_pool_that_was_replaced_is_watched_anew(monkeypatch: pytest.MonkeyPatc
         while not book.cost_s and time.monotonic() < deadline:  # `cost_s` is set after the answer.
             time.sleep(0.001)
         assert 0.0 < book.beside_s < book.cost_s
-        monkeypatch.setattr(book._pools[0].watched, "pool", other._replicas.each[0].pool)
+        monkeypatch.setattr(book._pools[0].watched, "_pool", other._replicas.each[0].pool)
         again = watcher.look()
         assert again.base == 0
         assert again.incarnation != first.incarnation

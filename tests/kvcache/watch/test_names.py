@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 
-from kvcache.watch import names as module
 from kvcache.watch.names import WatchNames, tenant_name
 from kvcache.watched import request_digest
 
@@ -40,10 +39,9 @@ def test_ids_are_shown_if_that_is_allowed_and_salts_are_never_shown() -> None:
     assert "salt" not in tenant_name("salt")
 
 
-def test_a_name_stays_and_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_KEPT", 4)
-    names = WatchNames(are_clear=False)
-    for _ in range(3):
-        assert names.requests(map(str, range(10))) == [request_digest(str(one)) for one in range(10)]
-        assert len(names._requests) <= 4
+def test_a_name_stays_and_memory_is_bounded() -> None:
+    names, ids = WatchNames(are_clear=False), [str(one) for one in range(20_000)]
+    for named, made in ((names.requests, request_digest), (names.tenants, tenant_name)):
+        assert named(ids) == named(ids) == [made.__wrapped__(one) for one in ids]
+        assert made.cache_info().currsize == made.cache_info().maxsize == 1 << 14
     assert names.error("", ["r"]) == ""
