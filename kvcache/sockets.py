@@ -460,12 +460,17 @@ def remove_left(place: str) -> None:
     path = Path(place)
     if place.startswith("@") or not path.exists():
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asked:
-        found = asked.connect_ex(str(path))  # 0 if a process listens, or EAGAIN if its queue is full
-    if found != errno.ECONNREFUSED or not path.is_socket():
+    if not (_refuses(str(path)) and path.is_socket()):
         raise OSError(errno.EADDRINUSE, "Address already in use")
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
+
+
+def _refuses(at: str) -> bool:
+    """Whether no process listens at this address of a Unix socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asked:
+        # the result is 0 if a process listens, or EAGAIN if its queue is full
+        return asked.connect_ex(at) == errno.ECONNREFUSED
 
 
 def _listener_at(family: socket.AddressFamily, at: str | tuple[str, int]) -> socket.socket:
@@ -554,19 +559,27 @@ def _await_free(address: str) -> None:
 
     libzmq closes a listening socket in its own thread, some time after `close` has returned.
     """
-    transport, _, place = address.partition("://")
-    host, _, port = place.rpartition(":")
     deadline = time.monotonic() + _FREED_WITHIN_S
-    while time.monotonic() < deadline:
+    while not _is_free(address) and time.monotonic() < deadline:
+        time.sleep(0.0005)
+
+
+def _is_free(address: str) -> bool:
+    """Whether nothing listens at the address. Removes the file of an ipc address, because libzmq leaves it there."""
+    transport, _, place = address.partition("://")
+    try:
         if transport == "tcp":
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            with contextlib.suppress(OSError), socket.socket(family) as tried:
+            host, _, port = place.rpartition(":")
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
                 tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 tried.bind((host.strip("[]"), int(port)))  # `tried` does not listen, so no peer can connect to it
-                return
-        elif transport != "ipc" or place.startswith("@") or not Path(place).exists():
-            return
-        time.sleep(0.0005)
+        elif transport == "ipc" and place.startswith("@"):
+            return _refuses("\0" + place[1:])
+        elif transport == "ipc":
+            remove_left(place)
+    except OSError:
+        return False
+    return True
 
 
 def keep_alive(socket: "zmq.Socket[bytes]") -> None:

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
+from kvcache import sockets
 from kvcache.errors import InvalidParamsError
-from kvcache.sockets import bound_socket
+from kvcache.sockets import bound_socket, listener
 
 ANY = "tcp://127.0.0.1:0"
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+IPV6 = ["tcp://[::1]:0"] if has_ipv6() else []
 
 
 def open_sockets() -> int:
@@ -55,8 +71,8 @@ def test_a_socket_is_secured_before_it_is_bound_and_closed_if_that_fails() -> No
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
 def test_the_address_of_a_closed_socket_with_keys_is_free_at_once(tmp_path: Path, transport: str) -> None:
-    """libzmq listens until its own thread handles the close. Without this handling, 169 of 200 TCP addresses and 49 of
-    50 ipc addresses were still taken.
+    """libzmq listens until its own thread handles the close. Without a wait for this, 169 of 200 TCP addresses and 49
+    of 50 ipc addresses were still taken.
     """
     for number in range(20):
         address = "tcp://127.0.0.1:0" if transport == "tcp" else f"ipc://{tmp_path}/e{number}"
@@ -68,3 +84,60 @@ def test_the_address_of_a_closed_socket_with_keys_is_free_at_once(tmp_path: Path
             assert first.recv_multipart()[1] == b"connected"
             first.close()
             bound_socket("again", zmq.ROUTER, address, secure=lambda _: None).close()
+
+
+@pytest.mark.parametrize("address", [ANY, *IPV6, "ipc://e", "ipc://@pagewire-test-free", "inproc://e"])
+def test_the_close_of_a_socket_with_keys_waits_only_while_its_address_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sockets, "_FREED_WITHIN_S", 3600.0)
+    # Only an ipc address may have a file, and an abstract one has none. These files belong to somebody else.
+    for name in {"ipc://@pagewire-test-free": ["@pagewire-test-free"], "inproc://e": ["e"]}.get(address, []):
+        (tmp_path / name).write_text("kept")
+    bound = bound_socket("first", zmq.ROUTER, address, secure=lambda _: None)
+    with zmq.Context.instance().socket(zmq.DEALER) as peer:
+        peer.setsockopt(zmq.IPV6, 1)
+        peer.connect(bound.address)
+        peer.send(b"connected")
+        assert bound.recv_multipart()[1] == b"connected"
+        bound.close()
+        bound.close()
+    again = bound_socket("again", zmq.ROUTER, bound.address, secure=lambda _: None)
+    again.close()
+    assert all(path.read_text() == "kept" for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("address", ["tcp://*:0", *(["tcp://[::]:0"] if IPV6 else [])])
+def test_every_address_of_the_host_reaches_a_gate_that_listens_at_all(address: str) -> None:
+    with closing(bound_socket("echo", zmq.ROUTER, address)) as bound:
+        port = bound.address.rpartition(":")[2]
+        for host in ("127.0.0.1", *(["[::1]"] if "[" in address else [])):
+            with zmq.Context.instance().socket(zmq.DEALER) as peer:
+                peer.setsockopt(zmq.IPV6, 1)
+                peer.connect(f"tcp://{host}:{port}")
+                peer.send(host.encode())
+                assert bound.poll(30_000), host
+                assert bound.recv_multipart()[1] == host.encode()
+
+
+def test_an_address_that_cannot_be_bound_says_why_and_leaves_no_file_open(tmp_path: Path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        for address, why in (
+            (f"tcp://127.0.0.1:{port}", errno.EADDRINUSE),
+            ("tcp://192.0.2.1:0", errno.EADDRNOTAVAIL),
+            ("tcp://127.0.0.1:99999", errno.EINVAL),
+            ("tcp://127.0.0.1:port", errno.EINVAL),
+            ("tcp://no-such-interface:0", errno.ENODEV),
+            (f"ipc://{tmp_path}/none/e", errno.ENOENT),
+            (f"ipc://{tmp_path}/{'x' * 200}", None),  # Python refuses such a path, and gives no number.
+        ):
+            before = sorted(one.name for one in Path("/proc/self/fd").iterdir())
+            with pytest.raises(OSError, match=r"^\[Errno|too long") as error:
+                listener(address)
+            assert error.value.errno == why, address
+            assert sorted(one.name for one in Path("/proc/self/fd").iterdir()) == before, address
+            if why == errno.EADDRINUSE:
+                with pytest.raises(InvalidParamsError, match=f"with keys: cannot bind .*{os.strerror(why)}"):
+                    bound_socket("with keys", zmq.ROUTER, address, secure=lambda _: None)
