@@ -15,7 +15,7 @@ ONE_TABLE = np.array(0)
 
 
 def digests(*numbers: int) -> Digests:
-    return np.array([[number, number * 7] for number in numbers], np.uint64)
+    return np.array([[number, number * 7] for number in numbers], np.uint64).reshape(-1, 2)
 
 
 def index(*files: tuple[str, int, tuple[int, ...]], max_bytes: int = 100) -> FileIndex:
@@ -153,3 +153,72 @@ def test_entries_of_evicted_files_are_used_again() -> None:
         made.check()
         assert (made.find(digests(*pages)) != NO_ENTRY).all()
         assert f"{turn}" in made
+
+
+class PlainIndex:
+    """What a `FileIndex` must answer, with plain lists: for each file its size, and the pages that are found in it."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.files: dict[str, tuple[int, list[int | None]]] = {}  # least recently used first
+
+    def place_of(self, page: int) -> tuple[str, int] | None:
+        found = ((name, pages.index(page)) for name, (_, pages) in self.files.items() if page in pages)
+        return next(found, None)
+
+    def use(self, pages: list[int]) -> None:
+        """Moves the used files to the end, in the order in which they were added. Their names are numbers."""
+        for name in sorted({place[0] for page in pages if (place := self.place_of(page))}, key=int):
+            self.files[name] = self.files.pop(name)
+
+    def room_for(self, size: int) -> list[str]:
+        gone: list[str] = []
+        while self.files and sum(one for one, _ in self.files.values()) + size > self.max_bytes:
+            gone.append(next(iter(self.files)))
+            del self.files[gone[-1]]
+        return gone
+
+    def add(self, name: str, size: int, pages: list[int]) -> None:
+        self.files[name] = size, [page if self.place_of(page) is None else None for page in pages]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_moves_of_an_index_are_those_of_plain_lists(seed: int) -> None:
+    random, made, plain = np.random.default_rng(seed), FileIndex(300, 10, 2), PlainIndex(300)
+    for move in range(300):
+        pages = random.choice(40, int(random.integers(1, 8)), replace=False).tolist()
+        entries = made.find(digests(*pages))
+        places = [plain.place_of(page) for page in pages]
+        assert (entries != NO_ENTRY).tolist() == [place is not None for place in places]
+        entries, found = (
+            entries[entries != NO_ENTRY],
+            [page for page, place in zip(pages, places, strict=True) if place],
+        )
+        match int(random.integers(5)):
+            case 0 | 1:
+                size = int(random.integers(10 * len(pages), 100))
+                assert made.room_for(size) == plain.room_for(size)
+                made.add(f"{move}", size, digests(*pages), ONE_TABLE)
+                plain.add(f"{move}", size, pages)
+            case 2:
+                made.use(entries)
+                plain.use(found)
+            case 3:
+                made.drop(entries)
+                for page in found:
+                    name, at = plain.place_of(page) or ("", 0)
+                    plain.files[name][1][at] = None
+            case _:
+                name = str(random.integers(move + 1))
+                assert (name in made) == (name in plain.files)
+                made.forget(name)
+                plain.files.pop(name, None)
+        made.check()
+        assert list(made._files) == list(plain.files)
+        assert made.names == plain.files.keys() == {*made._names.values()}, "a file that is gone leaves nothing behind"
+        assert made.bytes == sum(size for size, _ in plain.files.values())
+        there = [page for page in range(40) if plain.place_of(page)]
+        runs = made.whereabouts(made.find(digests(*there)))
+        assert [(name, first + at) for name, first, run in runs for at in range(len(run))] == [
+            plain.place_of(page) for page in there
+        ]
