@@ -6,7 +6,7 @@ pool takes the slab whose idle pages were used least recently, and evicts these 
 pool moves the held pages of one slab elsewhere. When a slab is given back, its pages are fresh again. So no memory is
 reserved for pages or slabs. The only loss is the part of a slab that its state does not fill.
 
-Cached slabs (`CachedSlabs`) and idle pages are evicted in the order of their last use. Without hints, a slab is evicted
+Cached slabs (`SlabStates`) and idle pages are evicted in the order of their last use. Without hints, a slab is evicted
 if it was last used before the page that was evicted last. With hints, each slab and each page has a sum: its last use
 plus the lead of its hint, which is multiplied by the share of idle pages that follow hints. A slab is then evicted
 before the next page if the slab's sum is smaller. Slabs and pages above a tenant's quota are evicted before all others.
@@ -22,39 +22,22 @@ from kvcache.pool.pages import PagePool
 _HELD = 1 << 62
 
 
-class CachedSlabs:
-    """The cached slabs without a holder, least recently used first.
-
-    This base class has none. It serves pools without states.
-    """
-
-    @property
-    def num_idle(self) -> int:
-        """The number of slabs that can be evicted."""
-        return 0
-
-    @property
-    def oldest_use(self) -> int:
-        """The last use of the cached slab that is evicted next, as `SlabPool.use_of` defines it."""
-        return _HELD
-
-    def give_up_oldest(self) -> None:
-        """Evict the cached state in the slab that was used least recently, and give the slab back to the pool."""
-
-
 def num_slabs(num_pages: int, slab_pages: int) -> int:
-    """Returns the number of slabs in a pool of `num_pages` pages. Slab 0 contains the null page and does not count."""
-    return (num_pages + 1) // slab_pages - 1
+    """Returns the number of slabs in a pool of `num_pages` pages. Slab 0 contains the null page and does not count.
+
+    This is also the most states that fit into the pool if no tokens are cached.
+    """
+    return max(0, (num_pages + 1) // slab_pages - 1)
 
 
 class SlabPool(PagePool):
     """A pool in which pages can be taken as slabs.
 
     Slab s, with s > 0, consists of `slab_pages` pages from page `s * slab_pages` on. Each page of a taken slab has one
-    holder. The owner of the pool sets `cached` and `moves`.
+    holder. The owner of the pool sets `moves`.
 
     Attributes:
-        cached: the cached slabs.
+        cached: the states in taken slabs. The states without a holder are cached, and can be evicted.
     """
 
     def __init__(self, num_pages: int, digest_words: int, slab_pages: int, order: EvictionOrder | None = None) -> None:
@@ -62,7 +45,6 @@ class SlabPool(PagePool):
         self.slab_pages = self.beside = slab_pages
         self.num_slabs = num_slabs(num_pages, slab_pages)
         self.taken = np.zeros(self.num_slabs + 1, np.bool_)
-        self.cached = CachedSlabs()
         self.moved = 0  # the number of pages that were moved so far to make room for slabs
         self.clock = 1  # one more than the number of pages released so far
         # For each idle page, the value of `clock` at its last use; 0 for a fresh page.
@@ -83,6 +65,7 @@ class SlabPool(PagePool):
         self._place = np.arange(num_pages, -1, -1)  # the index of each fresh page in `_stack`
         self._fresh: Pages = self._stack
         self.follow(self.idle)
+        self.cached = SlabStates(self)
 
     @property
     def free_count(self) -> int:
@@ -249,16 +232,12 @@ class SlabPool(PagePool):
         """
         cached = self.cached
         while count > self._fresh_count and cached.num_idle:
-            if count <= self._fresh_count + self.idle.count and cached.oldest_use > self._next_use():
-                return
+            if count <= self._fresh_count + self.idle.count:
+                # Without hints, the last use of the page evicted last is close enough to that of the next page.
+                next_use = self._last_evicted if self.idle.by_age else self.use_of(self.idle, self._used)
+                if cached.oldest_use > next_use:
+                    return
             cached.give_up_oldest()
-
-    def _next_use(self) -> int:
-        """Returns the last use of the page that will be evicted next.
-
-        Without hints, the last use of the page evicted last is close enough.
-        """
-        return self._last_evicted if self.idle.by_age else self.use_of(self.idle, self._used)
 
     def _oldest_slab(self) -> tuple[int, int]:
         """Returns the least recently used slab, and its last use. The use is `_HELD` if every slab has a held page."""
@@ -296,7 +275,10 @@ class SlabPool(PagePool):
         pages = self._pages_of(slab)
         unused = pages[self._unused(pages)]
         idle = self.index.published[unused]
-        self._evict(unused[idle])
+        if (evicted := unused[idle]).size:  # these pages may not be the next pages in the order
+            self.idle.remove(evicted)
+            self.idle.forget(evicted)
+            self._drop(evicted)
         self._take_fresh(unused[~idle])
         held = pages[self.holders[pages] > 0]
         self.holders[pages[self.holders[pages] == 0]] = 1
@@ -311,14 +293,6 @@ class SlabPool(PagePool):
             self.idle.moved(held, targets)
             self.holders[held] = 1
             self.moved += len(held)
-
-    def _evict(self, pages: Pages) -> None:
-        """Evict these idle pages, although they may not be the next pages in the order."""
-        if not pages.size:
-            return
-        self.idle.remove(pages)
-        self.idle.forget(pages)
-        self._drop(pages)
 
     def _evict_due(self) -> bool:
         """Evict idle pages of the tenants that are above their quotas. The oldest pages of a tenant are evicted first.
@@ -346,7 +320,7 @@ class SlabPool(PagePool):
         return np.arange(slab * self.slab_pages, (slab + 1) * self.slab_pages, dtype=np.int32)
 
 
-class SlabStates(PagePool, CachedSlabs):
+class SlabStates(PagePool):
     """The pool of states in slabs: page s of this pool is slab s of `slabs`.
 
     A slab is given back as soon as its state has no holder and is not published. In this pool, slabs that are not taken
@@ -359,17 +333,19 @@ class SlabStates(PagePool, CachedSlabs):
         self._fresh_count, self.holders[1:] = 0, 1
         # For each state, the time of its last use, by the clock of `slabs`.
         self._used = np.zeros(slabs.num_slabs + 1, np.int64)
-        slabs.cached = self
 
     @property
     def num_idle(self) -> int:
+        """The number of cached states that can be evicted."""
         return self.idle.count
 
     @property
     def oldest_use(self) -> int:
+        """The last use of the cached state that is evicted next, as `SlabPool.use_of` defines it."""
         return self._slabs.use_of(self.idle, self._used)
 
     def give_up_oldest(self) -> None:
+        """Evict the cached state that `oldest_use` describes, and give its slab back to the pool."""
         self.release(np.array([self.allocate_one()], np.int32))
 
     @property

@@ -36,7 +36,7 @@ from kvcache.errors import InvalidParamsError, InvariantError, PoolTooSmallError
 from kvcache.layout import KindPages, PageLayout, allocate_blocks
 from kvcache.params import CONV_KINDS, SSM_KIND, KVCacheParams, StateShape
 from kvcache.pool.pages import PagePool
-from kvcache.pool.slabs import SlabPool, SlabStates, num_slabs
+from kvcache.pool.slabs import SlabPool
 
 _ALIGNED = 16  # in bytes: the alignment of slabs, and of the kinds in them
 
@@ -102,11 +102,6 @@ def pages_of_slab(states: StateLayouts, pages: Sequence[PageLayout]) -> int:
     while any(count * page.page_bytes % _ALIGNED for page in pages):
         count += 1
     return count
-
-
-def most_states(num_pages: int, slab_pages: int) -> int:
-    """Returns the most states that fit into `num_pages` pages of a replica if no tokens are cached."""
-    return num_slabs(num_pages, slab_pages)
 
 
 class StateRoom(NamedTuple):
@@ -176,7 +171,7 @@ def room_in_slabs(shape: StateShape | None, slabs: SlabPool, rows: Sequence[torc
         [KindPages(kind, kinds[kind], None, at, size) for kind, at in zip(kinds, kind_offsets(kinds), strict=False)]
         for kinds, size in zip(layouts, sizes, strict=True)
     ]
-    return StateRoom(layouts, blocks, [[] for _ in blocks], where, SlabStates(slabs))
+    return StateRoom(layouts, blocks, [[] for _ in blocks], where, slabs.cached)
 
 
 def kind_offsets(kinds: Mapping[str, PageLayout]) -> list[int]:

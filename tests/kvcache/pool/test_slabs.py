@@ -8,7 +8,7 @@ from kvcache.eviction_order import BY_QUOTA, BY_TURN
 from kvcache.pool.hinted_order import HintedOrder
 from kvcache.pool.journal import PageReader
 from kvcache.pool.quotas import QuotaOrder, TenantQuotas
-from kvcache.pool.slabs import SlabPool, SlabStates
+from kvcache.pool.slabs import SlabPool
 from kvcache.retention import NEUTRAL, PageHints
 
 
@@ -398,7 +398,7 @@ def test_check_names_a_page_that_a_slab_and_others_hold() -> None:
 
 def test_a_slab_is_given_back_as_soon_as_nobody_holds_or_finds_its_state() -> None:
     pool = SlabPool(31, 1, 4)
-    states, digest = SlabStates(pool), np.array([[1]], np.uint64)
+    states, digest = pool.cached, np.array([[1]], np.uint64)
     pages = [states.allocate(1) for _ in range(2) if states.make_room(moving=False)]
     assert np.count_nonzero(pool.taken) == 2
     states.index.publish(pages[0], digest)

@@ -9,7 +9,7 @@ from kvcache.errors import InvariantError
 from kvcache.eviction_order import Pages
 from kvcache.pool.pages import PageMoves
 from kvcache.pool.quotas import QuotaOrder, TenantQuotas
-from kvcache.pool.slabs import CachedSlabs, SlabPool, SlabStates
+from kvcache.pool.slabs import SlabPool, SlabStates
 
 
 def ids(*pages: int) -> Pages:
@@ -36,7 +36,6 @@ def test_in_a_pool_where_nothing_moves_and_no_slab_is_cached_held_pages_keep_the
     assert pool.width == 1.0
     pool.release(pages[[3, 4, 7, 8, 11, 12]])  # Every slab has some held pages and some free pages.
     assert (pool.free_count, pool.can_take_slab(), pool.take_slab()) == (6, False, 0)
-    assert pool.cached.oldest_use > pool.clock
 
 
 class Moved(PageMoves):
@@ -64,7 +63,7 @@ def test_a_mover_that_is_set_later_is_used_from_then_on() -> None:
     assert (moves.sources, pool.moved) == ([7, 10, 11], 3)
 
 
-class Cached(CachedSlabs):
+class Cached:
     """A substitute for cached states: one slab that was last used at time `used`."""
 
     def __init__(self, pool: SlabPool, used: int) -> None:
@@ -144,7 +143,7 @@ def test_a_slab_is_fresh_while_none_of_its_pages_is_held_or_cached() -> None:
 
 def test_states_take_no_slab_where_pages_are_held_or_a_copy_is_older() -> None:
     pool = SlabPool(15, 1, 4)
-    states = SlabStates(pool)
+    states = pool.cached
     assert states.make_room(moving=True)
     copy = states.allocate(1)
     states.index.publish(copy, np.array([[7]], np.uint64))
@@ -168,7 +167,7 @@ def test_states_take_no_slab_where_pages_are_held_or_a_copy_is_older() -> None:
 
 def test_states_say_whether_there_is_room_for_one_more_and_whether_it_may_cost_pages() -> None:
     pool = SlabPool(15, 1, 4)
-    states = SlabStates(pool)
+    states = pool.cached
     assert (states.num_held, states.has_room, states.room_may_cost) == (0, True, False)
     assert states.make_room(moving=False)
     one = states.allocate_one()
@@ -183,7 +182,7 @@ def test_states_say_whether_there_is_room_for_one_more_and_whether_it_may_cost_p
 
 def test_states_move_pages_only_where_they_may() -> None:
     pool = SlabPool(15, 1, 4)
-    states = SlabStates(pool)
+    states = pool.cached
     pages = pool.allocate(15)
     pool.moves = Moved()
     pool.release(pages[[3, 4, 7, 8, 11, 12]])
@@ -195,7 +194,7 @@ def test_states_move_pages_only_where_they_may() -> None:
 @pytest.mark.parametrize("backwards", [False, True])
 def test_the_highest_of_several_slabs_released_together_is_handed_out_last(backwards: bool) -> None:
     pool = SlabPool(15, 1, 4)
-    states = SlabStates(pool)
+    states = pool.cached
     both = sorted(states.allocate_one() for _ in range(2) if states.make_room(moving=False))
     states.release(ids(*(both[::-1] if backwards else both)))
     assert set(range(1, 16)) - set(pool.allocate(11).tolist()) == {both[1] * 4 + at for at in range(4)}
@@ -203,7 +202,7 @@ def test_the_highest_of_several_slabs_released_together_is_handed_out_last(backw
 
 def test_after_an_interrupt_slabs_that_are_held_or_found_are_taken_and_no_others() -> None:
     pool = SlabPool(31, 1, 4)
-    states = SlabStates(pool)
+    states = pool.cached
     held, found, lost = (states.allocate_one() for _ in range(3) if states.make_room(moving=False))
     states.index.publish(ids(found), np.array([[7]], np.uint64))
     states.release(ids(found))
@@ -245,7 +244,7 @@ def test_check_names_a_broken_column(column: str, at: int, value: int, message: 
 
 def test_check_names_a_slab_that_states_kept_without_need() -> None:
     pool = SlabPool(15, 1, 4)
-    states = SlabStates(pool)
+    states = pool.cached
     assert states.make_room(moving=False)
     with pytest.raises(InvariantError, match="1 pages are free, but were not returned to their slabs"):
         states.check(none(states), none(states))
