@@ -67,10 +67,7 @@ class LruOrder(EvictionOrder):
 
     def mend(self, pages: Indices) -> None:
         known = self._stamp[pages] >= 0
-        self.begin_with(pages[np.argsort(np.where(known, self.positions(pages), _LAST), kind="stable")])
-
-    def begin_with(self, pages: Indices) -> None:
-        """Make this order consist of `pages`, oldest first. All other orders that share the log are emptied."""
+        pages = pages[np.argsort(np.where(known, self.positions(pages), _LAST), kind="stable")]
         self.log.clear()
         self.append(pages)
 

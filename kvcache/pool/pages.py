@@ -191,12 +191,9 @@ class PagePool:
         at = pages.astype(INDEX)
         holders = self.holders[at] - _ONE
         self.holders[at] = holders
-        if self.parked:
-            self._park(at[holders == 0][::-1])
-            return
-        if np.count_nonzero(holders) or (self._writing and np.count_nonzero(self.writers[at])):
-            at = at[(holders == 0) & (self.writers[at] == 0)]
-        self._free(at[::-1])
+        if np.count_nonzero(holders):
+            at = at[holders == 0]
+        self._let_go(at[::-1])
 
     def release_each(self, pages: Pages) -> None:
         """Do the same as `release`. A page may occur several times, once for each holder to drop."""
@@ -207,11 +204,8 @@ class PagePool:
             return
         first = np.unique(at, return_index=True)[1]
         np.subtract.at(self.holders, at, 1)
-        pages = pages[np.sort(first)]
-        if self.parked:
-            self._park(pages[self.holders[pages] == 0][::-1].astype(INDEX))
-            return
-        self._free(pages[self._unused(pages)][::-1].astype(INDEX))
+        at = at[np.sort(first)]
+        self._let_go(at[self.holders[at] == 0][::-1])
 
     def rewrite(self, pages: Pages, digests: Digests, write: Callable[[Pages], None]) -> Pages:
         """Let `write` replace the content of idle `pages`. Then publish them under `digests` as the newest pages.
@@ -237,8 +231,7 @@ class PagePool:
         self.writers[pages] -= 1
         self._writing -= len(pages)
         if np.count_nonzero(unused := self._unused(pages)):
-            let_go = self._park if self.parked else self._free
-            let_go(pages[unused][::-1].astype(INDEX))
+            self._let_go(pages[unused][::-1].astype(INDEX))
 
     def begin_step(self) -> None:
         """Record that a step is in flight. Pages that are released from now on become free only when it has ended."""
@@ -350,11 +343,19 @@ class PagePool:
         at = pages.astype(INDEX)
         return (self.holders[at] == 0) & (self.writers[at] == 0)
 
-    def _park(self, pages: NDArray[np.intp]) -> None:
-        """Park pages that have lost their last holder, because a step in flight may still read and write them."""
-        self.writers[pages] += 1
-        self._writing += len(pages)
-        self.parked[-1].append(pages)
+    def _let_go(self, pages: NDArray[np.intp]) -> None:
+        """Free the pages without a writer among `pages`, which have lost their last holder.
+
+        If a step is in flight, all of them are parked, because the step may still read and write them.
+        """
+        if self.parked:
+            self.writers[pages] += 1
+            self._writing += len(pages)
+            self.parked[-1].append(pages)
+            return
+        if self._writing and np.count_nonzero(writers := self.writers[pages]):
+            pages = pages[writers == 0]
+        self._free(pages)
 
     def _free(self, pages: NDArray[np.intp]) -> None:
         published = self.index.published[pages]

@@ -25,41 +25,12 @@ MOST_TENANTS = 1024
 _NOBODY, _OTHERS = 0, 1
 
 
-class NoQuotas:
-    """Takes the place of quotas if a pool has none: tenants may keep any number of idle pages."""
-
-    limited = False
-
-    def of_pool(self, num_pages: int) -> "NoQuotas":  # noqa: ARG002 - there are none for any pool
-        """Returns quotas with the same shares for another pool."""
-        return self
-
-    def over(self, order: EvictionOrder, slab_pages: int = 0) -> EvictionOrder:  # noqa: ARG002 - as above
-        """Returns an order like `order` that evicts pages above the quotas before all other pages.
-
-        For `slab_pages` see `QuotaOrder`.
-        """
-        return order
-
-    def ownerless(self, pages: Pages) -> NDArray[np.bool_]:
-        """Returns the pages among `pages` that have no tenant yet.
-
-        Without quotas, pages need no tenant, so the result is empty.
-        """
-        return np.zeros(len(pages), np.bool_)
-
-    def clear(self) -> None:
-        """Empty the records of idle pages and slabs. Pages keep their tenants."""
-
-
-class TenantQuotas(NoQuotas):
+class TenantQuotas:
     """The idle pages of each tenant, oldest first, and the quota of each tenant.
 
     A quota is a share of the pool's pages. `shares` has the shares of individual salts. `share` is the share of every
     other salt.
     """
-
-    limited = True
 
     def __init__(self, num_pages: int, share: float, shares: Mapping[str, float]) -> None:
         self._num_pages = num_pages
@@ -77,16 +48,15 @@ class TenantQuotas(NoQuotas):
         self._slabs: Counter[int] = Counter()  # the number of idle slabs of each tenant
 
     def of_pool(self, num_pages: int) -> "TenantQuotas":
+        """Returns quotas with the same shares for another pool."""
         return TenantQuotas(num_pages, self._share, self._shares)
-
-    def over(self, order: EvictionOrder, slab_pages: int = 0) -> EvictionOrder:
-        return QuotaOrder(order, self, slab_pages)
 
     def own(self, pages: Pages, salt: str | None) -> None:
         """Assign `pages`, which are not idle, to the tenant of `salt`. None means no tenant."""
         self._owner[pages] = _NOBODY if salt is None else self._id_of(salt)
 
     def ownerless(self, pages: Pages) -> NDArray[np.bool_]:
+        """Returns a mask of the pages that have no tenant yet."""
         return self._owner[pages] == _NOBODY
 
     def disown(self, pages: Pages) -> None:
@@ -158,6 +128,7 @@ class TenantQuotas(NoQuotas):
         return next((page for page in firsts if self._is_slab[page] == slabs), 0)
 
     def clear(self) -> None:
+        """Empty the records of idle pages and slabs. Pages keep their tenants."""
         known = {_OTHERS, *self._ids.values()}
         for owner in self._orders.keys() - known:
             del self._orders[owner]
@@ -200,10 +171,7 @@ class TenantQuotas(NoQuotas):
 
     def _id_of(self, salt: str) -> int:
         owner = self._ids.get(salt)
-        if owner is None:
-            owner = self._new_id()
-            if owner == _OTHERS:
-                return owner
+        if owner is None and (owner := self._new_id()) != _OTHERS:
             self._ids[salt], self._salts[owner] = owner, salt
             self._quotas[owner] = int(self._shares.get(salt, self._share) * self._num_pages)
         return owner

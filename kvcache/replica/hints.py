@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.eviction_order import BY_QUOTA, Reasons
+from kvcache.eviction_order import BY_QUOTA, EvictionOrder, Reasons
 from kvcache.params import KVCacheParams
 from kvcache.pool.hinted_order import HintedBaseline, HintedOrder, HintShare, LruBaseline, Words
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
-from kvcache.pool.quotas import NoQuotas, TenantQuotas
+from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 from kvcache.replica.context import HasherOfRow, SafeContext
 from kvcache.replica.rows import BlockRows, Ints, Pages
 from kvcache.replica.tables import RowTables
@@ -71,11 +71,11 @@ class ReplicaHints(PageReader):
         self._baselines: tuple[LruBaseline, HintedBaseline] | tuple[()] = ()
         self.has_begun = False  # whether the baselines exist
         self._share = HintShare(pool.num_pages, params.max_hint_share)
-        self._quotas = NoQuotas()
+        self._quotas: TenantQuotas | None = None
         if caching and (params.tenant_quota < 1.0 or params.tenant_quotas):
             self._quotas = TenantQuotas(pool.num_pages, params.tenant_quota, params.tenant_quotas)
             order = pool.idle if self._has_own else HintedOrder(pool.num_pages, pool.idle)
-            pool.follow(self._quotas.over(order))
+            pool.follow(QuotaOrder(order, self._quotas))
             pool.journal.read(self)
             self._begin_states()
 
@@ -130,7 +130,7 @@ class ReplicaHints(PageReader):
         `words` has the first word of the digest of each page that the request finds in its prompt. The baselines also
         get these pages, because the pages would have been copied under plain LRU, too.
         """
-        if self._quotas.limited:
+        if self._quotas:
             self._pool.idle.own(pages, salt)
         for baseline in self._baselines:
             baseline.touch(words)
@@ -145,7 +145,8 @@ class ReplicaHints(PageReader):
 
         The records of each tenant's idle pages are cleared, because the pools report all idle pages again next.
         """
-        self._quotas.clear()
+        if self._quotas:
+            self._quotas.clear()
         for states in self._of_states:
             states.clear()
         if self._baselines:
@@ -173,7 +174,7 @@ class ReplicaHints(PageReader):
         retention = context.hint
         if not self._baselines and retention is not None:
             self._start()
-        if not (self._baselines or self._quotas.limited or self._has_own):
+        if not (self._baselines or self._quotas or self._has_own):
             return
         digests, size = self._digests_of(row, context), self._rows.page_size
         said = bool(self._baselines) or self._has_own
@@ -182,7 +183,7 @@ class ReplicaHints(PageReader):
         columns, pages = self._tables.needed(row, digests, of_ranges)
         self._pool.hold(pages)
         order, hints = self._pool.idle, None
-        if self._quotas.limited:
+        if self._quotas:
             order.own(pages, self._salt_of(row))
         if said:
             hints = retention and page_hints(retention, len(digests), size)
@@ -312,21 +313,26 @@ class StateHints:
         self._rows, self._salt_of = rows, salt_of
         self._slab_pages = slab_pages  # the number of pages of a slab; 0 if states have separate memory
         self._pool = pages.pool
-        self._quotas = NoQuotas()
+        self._quotas: TenantQuotas | None = None
 
-    def begin(self, quotas: NoQuotas) -> None:
+    def begin(self, quotas: TenantQuotas | None) -> None:
         """From now on, evict cached states according to hints and `quotas`, in the same way as pages."""
         pool = self._pool
-        if pool.idle.by_age:  # the order of the states does not follow hints yet
+        if not pool.idle.by_age:  # the order of the states follows hints already
+            return
+        order: EvictionOrder = HintedOrder(pool.num_pages, pool.idle)
+        if quotas:
             self._quotas = quotas if self._slab_pages else quotas.of_pool(pool.num_pages)
-            pool.follow(self._quotas.over(HintedOrder(pool.num_pages, pool.idle), self._slab_pages))
+            order = QuotaOrder(order, self._quotas, self._slab_pages)
+        pool.follow(order)
 
     def clear(self) -> None:
         """Forget which states of each tenant are idle. Called after an interrupt.
 
         The pool reports all idle states again next.
         """
-        self._quotas.clear()
+        if self._quotas:
+            self._quotas.clear()
 
     def leave(self, row: int, digests: Digests, hints: PageHints | None, ends: Sequence[int], share: float) -> None:
         """Called before the row's request is released.
@@ -360,7 +366,7 @@ class StateHints:
 
         These states have no tenant yet. All items are False without quotas, or if `salt` is None.
         """
-        if salt is None:
+        if salt is None or not self._quotas:
             return np.zeros(len(copies), np.bool_)
         return self._quotas.ownerless(copies * max(1, self._slab_pages))
 

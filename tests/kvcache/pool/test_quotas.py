@@ -10,7 +10,7 @@ import pytest
 from kvcache import InvariantError, LruOrder, Retention
 from kvcache.eviction_order import BY_HINT, BY_QUOTA, BY_TURN
 from kvcache.pool.hinted_order import HintedOrder
-from kvcache.pool.quotas import NoQuotas, QuotaOrder, TenantQuotas
+from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 from kvcache.retention import page_hints
 
 POOL = 30
@@ -135,7 +135,6 @@ def test_calls_about_the_content_of_pages_reach_the_wrapped_order(slab_pages: in
     assert told.news == [[[3, 4], [7, 6]], [[7]]]
     whose = pages(3, 4, 6, 7) * max(1, slab_pages)
     assert quotas.ownerless(whose).tolist() == [True, True, False, True]
-    assert NoQuotas().ownerless(whose).tolist() == [False] * 4, "no page needs a tenant"
 
 
 def test_an_order_that_wraps_another_begins_with_its_pages() -> None:

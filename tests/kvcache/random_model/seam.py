@@ -249,7 +249,7 @@ def tenants(manager: PagedKVCacheManager, replica: int) -> dict[str, int]:
     which their quotas are checked. The result is empty without quotas.
     """
     quotas = manager._replicas.each[replica].hints._quotas
-    if not quotas.limited:
+    if quotas is None:
         return {}
     in_order = sorted(quotas._ids, key=lambda salt: quotas._ids[salt])
     return {salt: quotas._orders[quotas._ids[salt]].count for salt in in_order}

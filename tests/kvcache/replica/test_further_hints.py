@@ -140,7 +140,7 @@ def test_the_quota_of_a_tenant_counts_its_pages_in_all_tables() -> None:
     serve(manager, prompt(50, 4), cache_salt="b")
     replica = manager._replicas.each[0]
     quotas = replica.hints._quotas
-    assert quotas.limited
+    assert quotas is not None
     assert {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items()} == {"a": 32, "b": 8}
     # The five prompts take 42 more pages without a tenant. 26 pages are free, and "a" gives up the 16 pages above its
     # quota.
@@ -167,7 +167,7 @@ def test_pages_that_a_decoding_request_gives_back_belong_to_its_tenant() -> None
         manager.check()
     replica = manager._replicas.each[0]
     quotas, idle = replica.hints._quotas, replica.pool.idle
-    assert quotas.limited
+    assert quotas is not None
     gone = {f"t{name}": int(replica.rows.firsts[1, replica.rows.row_of[f"r{name}"]]) for name in range(3)}
     assert idle.count == sum(gone.values())
     assert len(set(gone.values())) == 3
