@@ -16,7 +16,6 @@ The first cache is plain LRU. In the second cache, the largest allowed share of 
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 
 import numpy as np
@@ -256,27 +255,37 @@ class HintedOrder(EvictionOrder):
         return bool(over[0]), int(others[0]) if others.size else len(pages)
 
 
-class LruBaseline:
-    """A simulated plain LRU of page digests, for a pool of `num_pages` pages.
+class Baseline:
+    """A pool of `num_pages` pages, simulated over a sample of page digests. `share` of its idle pages follows hints.
+
+    With a share of 0, the baseline is a plain LRU.
 
     It keeps one in `rate` digests as a sample. The digest decides whether a page is in the sample, so the sample has
     either all uses of a page or none. The counts of such a sample scale to the whole pool (C. Waldspurger and others,
     "Efficient MRC construction with SHARDS", FAST 2015).
+
+    The real cache shows what hints gain only at their current share. If that share is too small to keep any page until
+    its next request, right hints gain nothing and look like wrong hints. A baseline with the largest share
+    distinguishes the two cases.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, share: float = 0.0) -> None:
         self.rate = 1
         while num_pages // (2 * self.rate) >= _LEAST_SAMPLE:
             self.rate *= 2
         # A digest is in the sample if its first word has none of these bits set. The prefix index uses other bits for
         # its buckets.
         self.mask = np.uint64((self.rate - 1) << 32)
-        self._room = num_pages // self.rate  # how many pages the sample may keep, as of the last visit
-        self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._most = most = num_pages // self.rate
+        self._room = most  # how many pages the sample may keep, as of the last visit
+        self._order = HintedOrder(most, LruOrder(most), share=share)
+        self._ids: dict[int, int] = {}  # for each word, the id that stands for the page
+        self._words = [0] * (most + 1)  # by id, the word
+        self._free = [*range(most, 0, -1)]
 
     def count(self, words: Words) -> int:
         """Returns how many of `words` are in the sample."""
-        return len(self._sample(words))
+        return len(self._sampled(words))
 
     def visit(self, words: Words, room: int) -> int:
         """Record that a request asks for the pages with these `words`, which become the newest pages.
@@ -285,57 +294,6 @@ class LruBaseline:
 
         `room` is the number of pages of the pool that can currently be used for caching.
         """
-        self._room = max(1, room // self.rate)
-        sample, kept = self._sample(words), self._kept
-        found = next((at for at, word in enumerate(sample) if word not in kept), len(sample))
-        self._touch(sample)
-        return found
-
-    def touch(self, words: Words) -> None:
-        """Record a use of the pages with these `words`. The first page counts as the most recently used page."""
-        self._touch(self._sample(words))
-
-    def forget(self, words: Words) -> None:
-        """Remove the pages with these `words`, which left the pool for another reason than an eviction."""
-        for word in self._sample(words):
-            self._kept.pop(word, None)
-
-    def clear(self) -> None:
-        self._kept.clear()
-
-    def _touch(self, sample: list[int]) -> None:
-        kept = self._kept
-        for word in reversed(sample):
-            kept[word] = None
-            kept.move_to_end(word)
-        while len(kept) > self._room:
-            kept.popitem(last=False)
-
-    def _sample(self, words: Words) -> list[int]:
-        if self.rate == 1:
-            return words.tolist()
-        return words[words & self.mask == 0].tolist()
-
-
-class HintedBaseline:
-    """A pool's hinted order, simulated at a fixed `share`, over the same sample of digests as `LruBaseline`.
-
-    The real cache shows what hints gain only at their current share. If that share is too small to keep any page until
-    its next request, right hints gain nothing and look like wrong hints. This baseline distinguishes the two cases. Its
-    methods have the same meaning as the methods of `LruBaseline`.
-    """
-
-    def __init__(self, num_pages: int, rate: int, mask: np.uint64, share: float) -> None:
-        most = num_pages // rate
-        self.rate, self.mask = rate, mask
-        self._order = HintedOrder(most, LruOrder(most), share=share)
-        self._most = most
-        self._room = most  # how many pages the sample may keep, as of the last visit
-        self._ids: dict[int, int] = {}  # for each word, the id that stands for the page
-        self._words = np.zeros(most + 1, np.uint64)  # by id, the word
-        self._free = [*range(most, 0, -1)]
-
-    def visit(self, words: Words, room: int) -> int:
         self._room = min(self._most, max(1, room // self.rate))
         sample = words[self._sampled(words)].tolist()
         found = next((at for at, word in enumerate(sample) if word not in self._ids), len(sample))
@@ -351,6 +309,7 @@ class HintedBaseline:
         self._order.lead_by(max(1, int(self._most / width)))
 
     def touch(self, words: Words) -> None:
+        """Record a use of the pages with these `words`. The first page counts as the most recently used page."""
         self._append(self._take(words[self._sampled(words)].tolist()))
 
     def leave(self, words: Words, hints: PageHints | None) -> None:
@@ -364,17 +323,19 @@ class HintedBaseline:
         self._append(pages)
 
     def forget(self, words: Words) -> None:
+        """Remove the pages with these `words`, which left the pool for another reason than an eviction."""
         gone = {self._ids[word] for word in words.tolist() if word in self._ids}
         if gone:
             pages = np.array([*gone], np.int32)
             self._order.remove(pages)
+            self._order.forget(pages)
             self._drop(pages)
 
     def clear(self) -> None:
         self._drop(self._order.pop(self._order.count))
 
     def _sampled(self, words: Words) -> NDArray[np.intp]:
-        return np.flatnonzero(words & self.mask == 0)
+        return (words & self.mask == 0).nonzero()[0]
 
     def _take(self, words: list[int]) -> Pages:
         """Remove the simulated pages with these words from the order, and return the ids of the pages.
@@ -385,29 +346,29 @@ class HintedBaseline:
         del words[self._room :]
         if len(set(words)) < len(words):  # only an attacker can make several pages with the same first word
             words = []
-        known = [self._ids[word] for word in words if word in self._ids]
-        if known:
-            self._order.remove(np.array(known, np.int32))
+        ids = self._ids
+        known = np.array([ids[word] for word in words if word in ids], np.int32)
+        if known.size:
+            self._order.remove(known)
         surplus = len(words) + self._order.count - self._room
         if surplus > 0:
             self._drop(self._order.pop(surplus))
-        return np.array([self._page_of(word) for word in words], np.int32)
+        if len(known) == len(words):
+            return known
+        for word in words:
+            if word not in ids:
+                ids[word] = page = self._free.pop()
+                self._words[page] = word
+        return np.array([ids[word] for word in words], np.int32)
 
     def _append(self, pages: Pages) -> None:
         self._order.append(pages[::-1])  # reversed, because a pool releases a request's last page first
 
-    def _page_of(self, word: int) -> int:
-        page = self._ids.get(word)
-        if page is None:
-            page = self._ids[word] = self._free.pop()
-            self._words[page] = word
-        return page
-
     def _drop(self, pages: Pages) -> None:
-        self._order.forget(pages)
-        for page, word in zip(pages.tolist(), self._words[pages].tolist(), strict=True):
-            del self._ids[word]
-            self._free.append(page)
+        gone: list[int] = pages.tolist()
+        for page in gone:
+            del self._ids[self._words[page]]
+        self._free += gone
 
 
 class HintShare:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvcache.eviction_order import BY_QUOTA, EvictionOrder, Reasons
 from kvcache.params import KVCacheParams
-from kvcache.pool.hinted_order import HintedBaseline, HintedOrder, HintShare, LruBaseline, Words
+from kvcache.pool.hinted_order import Baseline, HintedOrder, HintShare, Words
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
@@ -68,7 +68,7 @@ class ReplicaHints(PageReader):
         self._expected: dict[int, tuple[int, int, int]] = {}
         # The simulated caches: plain LRU, and one that follows hints for the largest share of pages that is allowed.
         # They exist from the first hint on.
-        self._baselines: tuple[LruBaseline, HintedBaseline] | tuple[()] = ()
+        self._baselines: tuple[Baseline, Baseline] | tuple[()] = ()
         self.has_begun = False  # whether the baselines exist
         self._share = HintShare(pool.num_pages, params.max_hint_share)
         self._quotas: TenantQuotas | None = None
@@ -207,7 +207,7 @@ class ReplicaHints(PageReader):
         plain.touch(words)
         hinted.leave(words, hints)
 
-    def _judge(self, plain: LruBaseline, row: int, found: Words) -> None:
+    def _judge(self, plain: Baseline, row: int, found: Words) -> None:
         """Compare the hits of the pool with the hits of each baseline, and adapt the share of pages that follow hints.
 
         `found` has the first word of the digest of each page that the row's request has found in the pool.
@@ -259,8 +259,8 @@ class ReplicaHints(PageReader):
         self._begin_with_what_is_there()
 
     def _begin_baselines(self) -> None:
-        self.has_begun, plain = True, LruBaseline(self._pool.num_pages)
-        self._baselines = plain, HintedBaseline(self._pool.num_pages, plain.rate, plain.mask, self._most_hinted)
+        self.has_begun, num_pages = True, self._pool.num_pages
+        self._baselines = Baseline(num_pages), Baseline(num_pages, self._most_hinted)
 
     def _begin_with_what_is_there(self) -> None:
         if not self._baselines:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvcache import PagedKVCacheManager, Retention, TextContext
-from kvcache.pool.hinted_order import HintedBaseline, HintShare, LruBaseline
+from kvcache.pool.hinted_order import Baseline, HintShare
 from kvcache.retention import NEUTRAL, PageHints
 from tests.kvcache.build import manager_of
 
@@ -25,7 +25,7 @@ def words(*ids: int) -> np.ndarray:
 
 def test_a_small_pool_is_followed_whole_and_exactly() -> None:
     rng, room = np.random.default_rng(0), 50
-    baseline, lru = LruBaseline(room), OrderedDict[int, None]()
+    baseline, lru = Baseline(room), OrderedDict[int, None]()
     assert baseline.rate == 1
     for _ in range(1500):
         head = int(rng.integers(0, 12)) * 1000
@@ -43,14 +43,14 @@ def test_a_small_pool_is_followed_whole_and_exactly() -> None:
 
 
 def test_a_baseline_has_no_room_for_pages_that_running_requests_take() -> None:
-    baseline = LruBaseline(10)
+    baseline = Baseline(10)
     baseline.visit(words(*range(10)), 10)
     assert baseline.visit(words(*range(20, 22)), 4) == 0
     assert baseline.visit(words(0, 1, 2), 4) == 2
 
 
 def test_a_baseline_is_told_of_pages_that_are_loaded_and_of_pages_that_are_forgotten() -> None:
-    baseline = LruBaseline(10)
+    baseline = Baseline(10)
     baseline.touch(words(1, 2, 3))
     baseline.forget(words(2, 9))
     assert baseline.visit(words(1, 2, 3), 10) == 1
@@ -60,12 +60,12 @@ def test_a_baseline_is_told_of_pages_that_are_loaded_and_of_pages_that_are_forgo
 
 @pytest.mark.parametrize(("pages", "rate"), [(2047, 1), (2048, 2), (30_000, 16), (1 << 20, 1 << 10)])
 def test_a_large_pool_is_sampled(pages: int, rate: int) -> None:
-    assert LruBaseline(pages).rate == rate
+    assert Baseline(pages).rate == rate
 
 
 def test_a_sample_counts_about_as_many_hits_as_the_whole_pool() -> None:
     rng, pages = np.random.default_rng(1), 16_384
-    baseline, lru = LruBaseline(pages), OrderedDict[int, None]()
+    baseline, lru = Baseline(pages), OrderedDict[int, None]()
     names = rng.integers(0, 1 << 63, (400, 128), dtype=np.uint64)
     counted = exact = 0
     for _ in range(2000):
@@ -128,8 +128,8 @@ def test_a_promise_that_never_comes_true_costs_no_more_than_its_credit() -> None
 # ---- the baseline that trusts all hints: it keeps the hinted pages in a pool of any size
 
 
-def baseline_of(pages: int, share: float = 0.5) -> HintedBaseline:
-    return HintedBaseline(pages, 1, np.uint64(0), share)
+def baseline_of(pages: int, share: float = 0.5) -> Baseline:
+    return Baseline(pages, share)
 
 
 def said(level: int, count: int) -> PageHints:
@@ -192,15 +192,12 @@ def test_any_sequence_of_calls_leaves_the_hinted_baseline_consistent() -> None:
         pages = baseline._order.pages().tolist()
         assert sorted(baseline._ids.values()) == sorted(pages)
         assert sorted([*pages, *baseline._free]) == [*range(1, 13)]
-        assert baseline._words[pages].tolist() == [
-            {page: word for word, page in baseline._ids.items()}[page] for page in pages
-        ]
+        assert {baseline._words[page]: page for page in pages} == baseline._ids
 
 
 def test_both_baselines_of_a_sampled_pool_keep_one_page_in_rate() -> None:
-    plain = LruBaseline(4099)
-    assert plain.rate == 4
-    for baseline in (plain, HintedBaseline(4099, plain.rate, plain.mask, 0.5)):
+    for baseline in (Baseline(4099), Baseline(4099, 0.5)):
+        assert baseline.rate == 4
         baseline.touch(words(*range(2000)))  # The sample contains every small number.
         assert baseline.visit(words(*range(2000)), 4099) == 1024
         baseline.visit(words(*range(10)), 15)

@@ -114,7 +114,7 @@ def test_the_baselines_cover_only_the_pages_of_the_first_table() -> None:
         serve(manager, prompt(name, 4))
     serve(manager, prompt(0, 4), LAST)
     replica = manager._replicas.each[0]
-    kept = replica.hints._baselines[0]._kept
+    kept = replica.hints._baselines[0]._ids
     assert replica.tables.width() == 2.0
     hashers = [replica.hasher(None, TextContext(prompt(name, 4), 99)) for name in range(7)]
     digests = [one.digests(np.array(prompt(name, 4)), 0, 4) for name, one in enumerate(hashers)]

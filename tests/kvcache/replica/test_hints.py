@@ -142,7 +142,8 @@ def test_the_first_hint_takes_over_what_is_cached() -> None:
     hints = manager._replicas.each[0].hints
     assert hints._baselines
     words = words_of(manager, *range(19))
-    oldest_first = [words[word] for word in hints._baselines[0]._kept]
+    plain = hints._baselines[0]
+    oldest_first = [words[plain._words[page]] for page in plain._order.pages()]
     assert oldest_first == [name for name in (*range(1, 19), 0) for _ in range(2)]
     manager.check()
     running = TextContext(prompt(5), 64)
@@ -153,7 +154,7 @@ def test_the_first_hint_takes_over_what_is_cached() -> None:
     fresh.step([running])
     serve(fresh, prompt(6), LAST)
     # includes those of the running request  # pyright: ignore[reportGeneralTypeIssues]
-    assert len(fresh._replicas.each[0].hints._baselines[0]._kept) == 4
+    assert len(fresh._replicas.each[0].hints._baselines[0]._ids) == 4
 
 
 def evidence(manager: PagedKVCacheManager) -> list[int]:
@@ -190,7 +191,7 @@ def test_after_an_interrupt_pages_follow_hints_if_there_was_one(begun: bool) -> 
         replica.hints._begin_baselines()  # The test simulates an interrupt of the first hint after this call.
     recover(manager)
     assert replica.pool.idle.by_age == (not begun)
-    assert [{*plain._kept} for plain in replica.hints._baselines[:1]] == [{*words_of(manager, 1)}] * begun
+    assert [{*plain._ids} for plain in replica.hints._baselines[:1]] == [{*words_of(manager, 1)}] * begun
 
 
 def test_after_an_interrupt_a_page_is_not_counted_twice_as_found() -> None:
@@ -406,7 +407,7 @@ def test_baselines_keep_pages_that_the_manager_evicts_by_age_or_hint_but_not_tho
     plain, hinted = replica.hints._baselines  # pyright: ignore[reportAssignmentType]
 
     def kept() -> list[tuple[bool, bool]]:
-        return [(word in plain._kept, word in hinted._ids) for word in words.tolist()]
+        return [(word in plain._ids, word in hinted._ids) for word in words.tolist()]
 
     for why in (BY_TURN, BY_HINT, np.array([BY_TURN, BY_HINT], np.uint8)):
         replica.hints.gone(pages, why)
