@@ -23,10 +23,7 @@ _HELD = 1 << 62
 
 
 def num_slabs(num_pages: int, slab_pages: int) -> int:
-    """Returns the number of slabs in a pool of `num_pages` pages. Slab 0 contains the null page and does not count.
-
-    This is also the most states that fit into the pool if no tokens are cached.
-    """
+    """Returns the number of slabs in a pool of `num_pages` pages. Slab 0 contains the null page and does not count."""
     return max(0, (num_pages + 1) // slab_pages - 1)
 
 

@@ -36,7 +36,7 @@ from kvcache.errors import InvalidParamsError, InvariantError, PoolTooSmallError
 from kvcache.layout import KindPages, PageLayout, allocate_blocks
 from kvcache.params import CONV_KINDS, SSM_KIND, KVCacheParams, StateShape
 from kvcache.pool.pages import PagePool
-from kvcache.pool.slabs import SlabPool
+from kvcache.pool.slabs import SlabPool, num_slabs
 
 _ALIGNED = 16  # in bytes: the alignment of slabs, and of the kinds in them
 
@@ -102,6 +102,11 @@ def pages_of_slab(states: StateLayouts, pages: Sequence[PageLayout]) -> int:
     while any(count * page.page_bytes % _ALIGNED for page in pages):
         count += 1
     return count
+
+
+def most_states(num_pages: int, slab_pages: int) -> int:
+    """Returns the most states that fit into `num_pages` pages of a replica if no tokens are cached."""
+    return num_slabs(num_pages, slab_pages)
 
 
 class StateRoom(NamedTuple):

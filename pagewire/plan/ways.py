@@ -19,9 +19,8 @@ from typing import Literal
 from kvcache import InvalidParamsError, KVCacheParams, LayerGroup
 from kvcache.layer_groups import layer_tables
 from kvcache.layout import shard_layouts
-from kvcache.pool.slabs import num_slabs
 from kvcache.sizing import page_bytes
-from kvcache.states.state_memory import pages_of_slab
+from kvcache.states.state_memory import most_states, pages_of_slab
 from pagewire.plan.blocks import VllmBlocks, vllm_blocks
 from pagewire.plan.layers import AlikeLayers, CachedModel
 from scheduler_adapters.errors import PlanError
@@ -157,7 +156,7 @@ def _with_slabs(model: CachedModel, params: KVCacheParams, asked: MemoryAsked, w
     page = page_bytes(params, layers, size) // tp
     (recurrent,) = [one for one in model.each if one.state]
     slab = pages_of_slab(recurrent.state_layouts(tp), shard_layouts(params, layers, size))
-    if (most := num_slabs(asked.memory // page, slab)) > 0:
+    if (most := most_states(asked.memory // page, slab)) > 0:
         state = LaidPart(recurrent.kind, recurrent.layers, 0, partial(_any_length, slab * page))
         yield LaidWay("share_memory", page, asked.memory, most, (whole, state))
 

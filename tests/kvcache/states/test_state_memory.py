@@ -3,10 +3,11 @@ import torch
 
 from kvcache.errors import InvalidParamsError
 from kvcache.params import CONV_KINDS, SSM_KIND, StateForm, StateShape
-from kvcache.pool.slabs import SlabPool, num_slabs
+from kvcache.pool.slabs import SlabPool
 from kvcache.states.state_memory import (
     StateLayouts,
     kind_offsets,
+    most_states,
     page_bytes,
     pages_of_slab,
     room_in_slabs,
@@ -133,7 +134,7 @@ def test_the_states_in_slabs_are_as_many_as_fit_and_each_kind_is_named_with_its_
     (layout,) = state_layouts(SHAPE, 1)
     row = page_bytes([layout]) // 8 + 16  # the bytes of a token page; a state takes 8 pages
     states = room_in_slabs(SHAPE, SlabPool(23, 1, 8), [torch.zeros((24, row), dtype=torch.uint8)])
-    assert states.pool.num_pages == num_slabs(23, 8) == 2
+    assert states.pool.num_pages == most_states(23, 8) == 2
     (kinds,) = states.kinds
     assert {kind.kind: kind.layout for kind in kinds} == layout
     assert [kind.offset for kind in kinds] == kind_offsets(layout)[:-1]
