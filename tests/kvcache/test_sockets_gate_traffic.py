@@ -275,6 +275,34 @@ def test_a_gate_without_peers_ends_at_once_and_leaves_nothing_open(tmp_path: Pat
     assert not (tmp_path / "gate").exists()
 
 
+def test_a_gate_of_a_process_without_standard_input_ends_too(tmp_path: Path) -> None:
+    standard_input = os.dup(0)
+    os.close(0)
+    try:
+        gate = Gate("echo", f"ipc://{tmp_path}/gate", UNLIMITED)
+        assert gate._listener.fileno() == 0
+        gate.close()
+        assert not gate._thread.is_alive()
+    finally:
+        os.dup2(standard_input, 0)
+        os.close(standard_input)
+
+
+def test_a_child_that_closes_its_copy_of_a_gate_leaves_the_gate_of_its_parent_alone(ends: Any, tmp_path: Path) -> None:
+    it = ends()
+    if not (child := os.fork()):
+        with contextlib.suppress(BaseException):
+            it.gate.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    with socket.socket(socket.AF_UNIX) as late:
+        late.connect(f"{tmp_path}/gate")
+        late.sendall(GREETING)
+        with it.inside.accept()[0] as behind:
+            assert read_exactly(behind, len(GREETING)) == GREETING
+    assert it.gate._thread.is_alive()
+
+
 def test_peers_of_a_gate_that_ends_leave_nothing_open(ends: Any) -> None:
     it = ends()
     it.gate.close()
