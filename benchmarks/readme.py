@@ -23,7 +23,7 @@ from benchmarks.peers.peers import PEERS
 from benchmarks.results import changed_since, load
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
-_MARK = " The code is newer."
+_MARK = " The code has changed since."
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
@@ -642,16 +642,16 @@ def origin(names: Sequence[str]) -> str:
 
 
 def _place(result: Row) -> str:
-    """Says on which machine and day a result was made, and from which commit."""
+    """Says on which day and machine a result was made, and from which commit."""
     machine = result.get("machine", {})
     commit, date = (result.get(key) or machine.get(key) or "" for key in ("commit", "date"))
     details = [
+        machine["cpu"].replace("(R)", "") if machine else "unknown machine",
         f"{machine['cores']} cores" if machine else "",
         {True: "SHA extensions", False: "no SHA extensions", None: ""}[machine.get("sha_extensions")],
-        date.split(" ")[0],
         f"commit {commit}" if commit else "unknown commit",
     ]
-    return f"on {machine['cpu'] if machine else 'an unknown machine'} ({', '.join(filter(None, details))})"
+    return f"on {date.split(' ')[0] or 'an unknown day'} ({', '.join(filter(None, details))})"
 
 
 def without_marks(text: str) -> str:
