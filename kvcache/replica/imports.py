@@ -9,6 +9,7 @@ other pages are copied. For example, if the local cache has a prefix without the
 pages are copied.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from kvcache.arguments import of_kind, shown, whole
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.params import HashAlgorithm, usable_hashes
-from kvcache.pool.index import Digests
+from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.replica.block_table import BlockTable, ImportPart, PageCopy, PendingImport
 from kvcache.replica.context import SafeContext, hasher_of
 from kvcache.replica.copier import ImportProof
@@ -292,7 +293,8 @@ def _plan(
     Each block table shares the pages that it finds in the local cache, and needs new pages for the tokens after them.
     """
     tables, size = replica.tables, replica.page_size
-    num_tokens = context.end_idx if partial else table.num_tokens
+    # The last table may leave out the last known token. The query at that token may see an earlier page of a window.
+    num_tokens = context.end_idx - 1 if partial else table.num_tokens
     length = replica.length_of(context, num_steps, num_tokens)
     here = replica.look_up(row, context, 0)
 
@@ -333,27 +335,67 @@ def extend_import(
         raise _mismatch(
             context, f"has pages of {table.page_size} tokens; the earlier table had {pending.src_page_size}"
         )
-    parts = pending.parts[: replica.tables.count]
+    tables, parts = replica.tables, pending.parts[: replica.tables.count]
     room = parts[0].first // replica.page_size + len(parts[0].dst_pages)
     if not pending.num_tokens <= table.num_tokens <= room * replica.page_size:
         raise _mismatch(
             context,
             f"covers {table.num_tokens} tokens; {pending.num_tokens} to {room * replica.page_size} are allowed",
         )
-    before = pending.tokens[1]
+    before, start = pending.tokens[1], max(table.num_tokens, context.start_idx)
+    seen = _seen_parts(replica, pending, start) if last and tables.in_chunks else pending.parts
     if last:
-        _check_reach(context, table, replica.tables.kinds, [part.first for part in parts])
-    named = _named(context, pending, table, last=last)
+        _check_reach(context, table, tables.kinds, [part.first for part in seen[: tables.count]])
+    named = _named(context, dataclasses.replace(pending, parts=seen), table, last=last)
     if last and max(table.num_tokens, pending.tokens[0]) < context.start_idx:
         raise _mismatch(
             context,
             f"is the last and covers {table.num_tokens} tokens, but the request starts at token {context.start_idx}",
         )
-    if last and not replica.tables.is_plain:
-        replica.tables.refuse_lost(np.array([row]), np.array([max(table.num_tokens, context.start_idx)]))
+    if last and not tables.is_plain:
+        tables.refuse_lost(np.array([row]), np.array([start]))
+    if seen is not pending.parts:
+        _give_back_unseen(replica, row, pending, seen)
     pending.hasher = hasher
     pending.take_up(table, named, last=last)
-    return parts[0].copy_from(before, pending.page_size, pending.src_page_size)
+    return seen[0].copy_from(max(before, seen[0].first), pending.page_size, pending.src_page_size)
+
+
+def _seen_parts(replica: Replica, pending: PendingImport, start: int) -> list[ImportPart]:
+    """Returns the parts of the import without the pages that a query at token `start` does not see.
+
+    When the import began, it was not known whether its last table would have the last token of the prompt. So its
+    windows may have earlier pages, which that table does not name.
+    """
+    size, tables, parts = replica.page_size, replica.tables, pending.parts[:]
+    firsts = tables.by_table([group.first_seen(start) // size for group, _ in tables.groups])
+    for number, (first, part) in enumerate(zip(firsts, parts, strict=False)):
+        unseen = first - part.first // size
+        if unseen > 0 and not len(part.src_pages):
+            parts[number] = dataclasses.replace(part, first=first * size, dst_pages=part.dst_pages[unseen:])
+    return parts
+
+
+def _give_back_unseen(replica: Replica, row: int, pending: PendingImport, seen: list[ImportPart]) -> None:
+    """Let the import have only the pages of its parts `seen`. The row gives back the pages before these parts."""
+    rows, pool, left = replica.rows, replica.pool, list[Pages]()
+    replica.tier.arrive(np.array([row]))
+    every, pending.parts = pending.parts, seen
+    for number, (_, tables) in enumerate(replica.tables.groups):
+        at: int = tables.start
+        if seen[at] is not every[at]:
+            first, end = rows.firsts.item(number, row), rows.ends.item(number, row)
+            now = min(seen[at].first // rows.page_size, end)
+            left.append(rows.table[tables, row, first:now].T.flatten())
+            rows.table[tables, row, first:now] = NO_PAGE
+            rows.firsts[number, row] = now
+    given = [one.dst_pages[: len(one.dst_pages) - len(kept.dst_pages)] for one, kept in zip(every, seen, strict=True)]
+    pages = np.concatenate([_NO_PAGES, *left])
+    rows.changed[row] = True
+    for tell in pool.journal.left:
+        tell(np.full(len(pages), row), pages)
+    pool.release(pages)
+    pool.drop_writer(np.concatenate(given))
 
 
 def takes_any_part(replica: Replica) -> bool:

@@ -226,6 +226,49 @@ def test_chunks_are_copied_as_they_come_and_windows_at_the_end() -> None:
     assert source.num_free_blocks == source.total_num_pages
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (LayerGroup("full", (0,)), LayerGroup("window", (1,), 1)),
+        (LayerGroup("full", (0,)), LayerGroup("window", (1,), 4)),
+        (LayerGroup("full", (0,)), LayerGroup("chunked", (1,), 7)),
+        (LayerGroup("window", (0,), 6), LayerGroup("chunked", (1,), 8)),
+        (LayerGroup("chunked", (0,), 4), LayerGroup("chunked", (1,), 4)),
+    ],
+)
+def test_the_last_table_of_a_growing_import_may_leave_out_the_last_known_token_or_have_it(
+    groups: tuple[LayerGroup, ...], *, is_known: bool
+) -> None:
+    """The last table leaves out the last token that the request knew at the beginning, or the request gets one more
+    token in the meantime. A query at the end of either table may see another first page of a window.
+    """
+    source, target = make(groups, 2), make(groups, 2)
+    for length in range(5, 14):
+        name, tokens = f"{length}", [length, *range(1, length)]
+        table = table_of(source, tokens, name)
+        source.release(name)
+        context = TextContext([*tokens, NEXT] if is_known else tokens, 256, name)
+        target.external_claim(name, 0)
+        pages, width = (length - 1) // SIZE, len(table.digests) // (length // SIZE)
+        named = tuple(table.groups[0][:pages] if kind == "full" else () for kind in target.layer_tables.kinds)
+        first = msgspec.structs.replace(
+            table, num_tokens=pages * SIZE, groups=named[: len(table.groups)], digests=table.digests[: pages * width]
+        )
+        pending = target.import_block_table(context, first, partial=True)
+        assert pending is not None
+        if not is_known:
+            context.update(NEXT)
+        target.extend_import(context, pending, table, last=True)
+        target.check()
+        copier = target.copier(pending)
+        copied(source, target, copier)
+        target.commit_import(context, pending, copier.prove())
+        goes_on(target, context, 2)
+        target.release(name)
+        assert target.num_held_blocks == 0
+
+
 def test_windows_give_back_while_a_prompt_is_leased_and_stay_once_readers_know() -> None:
     manager = make()
     context = TextContext(PROMPT, 256, "p")
