@@ -287,8 +287,16 @@ class RowStates:
             self._stops[self._rows.row_of[request_id]] = ()
 
     def commit_import(self, row: int, context: SafeContext, tokens: int) -> None:
-        """Record that the row's state has arrived, and covers `tokens` tokens."""
-        self.pages.commit_import(self._name(row), tokens)
+        """Record that the row's state has arrived, and covers `tokens` tokens.
+
+        The request may have resumed from a later cached state, which the transfer has overwritten. Then that state
+        comes back.
+        """
+        name = self._name(row)
+        if tokens < context.start_idx:
+            self.pages.cancel_import(self.pages.page_of(name))
+            return
+        self.pages.commit_import(name, tokens)
         last, beyond = divmod(tokens, self._rows.page_size)
         # The request may have been made only for this import, so its state is cached now. If a window begins right
         # after these tokens, no table has their last page.

@@ -177,6 +177,29 @@ def test_an_import_copies_the_missing_pages_of_each_table_and_the_state(copies: 
     assert served(target, [*PROMPT, *[NEXT] * 5], "again")[0] == 44
 
 
+@pytest.mark.parametrize("evicts", [False, True])
+@pytest.mark.parametrize("copies", [20, None])
+@pytest.mark.parametrize("covers", [3, 16, 23, 35])
+def test_an_import_with_fewer_tokens_than_the_cached_prefix_leaves_the_state_of_that_prefix(
+    covers: int, copies: int | None, *, evicts: bool
+) -> None:
+    """The request resumes after its cached prefix, although the import brings the state after fewer tokens."""
+    source, target = make(copies=copies), make(copies=copies)
+    served(source, PROMPT[:covers], release=False)
+    served(target, PROMPT[: 36 if covers > 30 else 25])
+    context, pending = handed(source, target, source.block_table("r"))
+    assert context.start_idx > covers
+    if evicts:
+        target.reset_prefix_cache()
+    target.commit_import(context, pending, proven(target, pending))
+    target.check()
+    for _ in range(9):
+        assert target.maybe_reserve(context)
+        run(target, context)
+    target.release("d")
+    assert target.num_held_blocks == 0
+
+
 def test_a_cancelled_import_begins_anew() -> None:
     source, target = make(), make()
     served(source, PROMPT, release=False)
