@@ -6,6 +6,7 @@ An integer of numpy counts as an integer; a bool does not. No value is rounded.
 import math
 import operator
 from collections.abc import Callable, Sequence
+from os import PathLike, fspath
 from typing import Any, SupportsIndex, TypeVar, cast
 
 import numpy as np
@@ -59,14 +60,35 @@ def number(
     error: type[KVCacheError] = InvalidParamsError,
 ) -> float:
     """Returns `value`, a finite number from `least` to `most`. Raises `error` if it is anything else."""
+    # A number of numpy is converted first, because it would round later results: half precision ends at 65,504.
     given = cast("Any", value)
-    if isinstance(given, int | float | np.integer | np.floating) and type(value) is not bool:
-        found = cast("float", given)
-        # the bounds 2**62 are ints, because a huge int does not fit into a float
-        if -(1 << 62) < found < 1 << 62 and least <= found <= most:
-            return found
+    found: Any = given.item() if isinstance(given, np.integer | np.floating) else given
+    is_number = isinstance(found, int | float) and type(found) is not bool
+    # the bounds 2**62 are ints, because a huge int does not fit into a float
+    if is_number and -(1 << 62) < found < 1 << 62 and least <= found <= most:
+        return found
     limits = "a finite number" if math.isinf(least) else f"a number from {least} to {most}"
     raise refusal(name, value, limits, error)
+
+
+def text(name: str, value: object, needed: str = "a string") -> str:
+    """Returns `value`, which must be a string that UTF-8 can encode. Raises `InvalidParamsError` otherwise."""
+    found = of_kind(name, value, str, needed)
+    try:
+        found.encode()
+    except UnicodeEncodeError:
+        raise refusal(name, value, "UTF-8 text") from None
+    return found
+
+
+def folder(name: str, value: object) -> str | PathLike[str]:
+    """Returns `value`, which must be the name of a folder. Raises `InvalidParamsError` otherwise."""
+    needed = "the name of a folder"
+    path = cast("str | PathLike[str]", of_kind(name, value, (str, PathLike), needed))
+    found = cast("object", fspath(path))
+    if not isinstance(found, str) or not found or "\0" in found:  # an empty name would mean the current folder
+        raise refusal(name, value, needed)
+    return path
 
 
 def flag(name: str, value: object, error: type[KVCacheError] = InvalidParamsError) -> bool:

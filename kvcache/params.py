@@ -9,12 +9,11 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from os import PathLike
 from typing import Any, Literal, cast, get_args
 
 import torch
 
-from kvcache.arguments import flag, number, of_kind, one_of, optional, refusal, tuple_of, whole
+from kvcache.arguments import flag, folder, number, of_kind, one_of, optional, refusal, text, tuple_of, whole
 from kvcache.errors import InvalidParamsError
 from kvcache.eviction_order import EvictionOrder
 from kvcache.layer_groups import LayerGroup
@@ -37,6 +36,12 @@ _CONVOLVED: dict[StateForm, tuple[str, ...]] = {
     "linear": (),
 }
 
+_function = functools.partial(of_kind, kind=cast("type[object]", Callable), needed="a function")
+_SHAPE_RULES: dict[str, Callable[[str, Any], object]] = {
+    **dict.fromkeys(("layers", "heads", "head_dim", "groups", "d_state", "kernel"), functools.partial(whole, least=1)),
+    **dict.fromkeys(("conv_dtype", "ssm_dtype"), functools.partial(of_kind, kind=torch.dtype, needed="a torch.dtype")),
+    "form": functools.partial(one_of, choices=get_args(StateForm)),
+}
 _TRANSPORTS = ("tcp://", "ipc://", "inproc://")
 
 
@@ -44,13 +49,13 @@ _TRANSPORTS = ("tcp://", "ipc://", "inproc://")
 class StateShape:
     """The recurrent layers of a model, all of which are alike.
 
-    Raises `InvalidParamsError` if a number is below 1, a convolution has a kernel below 2, or the heads are not a
-    multiple of the groups.
+    Raises `InvalidParamsError` if a number is below 1, a convolution has a kernel below 2, the heads are not a multiple
+    of the groups, or a value has another type.
     """
 
     layers: int  # the number of recurrent layers
     heads: int  # the number of heads of one layer
-    head_dim: int  # the number of channels of x in each head
+    head_dim: int  # the number of channels of x in each head; 1 for "mamba1", where each channel is a head
     # the number of groups of heads; the heads of a group share one B and one C; 1 if B and C are not convolved
     groups: int
     # the number of elements of the matrix for each channel of x; each group has `d_state` channels of B, and as many
@@ -78,8 +83,10 @@ class StateShape:
         return (self.d_state, self.head_dim) if keys_first else (self.head_dim, self.d_state)
 
     def __post_init__(self) -> None:
-        for name in ("layers", "heads", "head_dim", "groups", "d_state", "kernel"):
-            whole(name, getattr(self, name), 1)
+        for name, rule in _SHAPE_RULES.items():
+            object.__setattr__(self, name, rule(name, getattr(self, name)))  # replaces numpy's integers by Python's
+        if self.form == "mamba1" and self.head_dim != 1:
+            raise InvalidParamsError(f"head_dim is {self.head_dim}: with mamba1 it must be 1, as a channel is a head")
         if self.conv_kinds and self.kernel < 2:
             raise InvalidParamsError(
                 f"kernel is {self.kernel}: at least 2 is needed, because a kernel of 1 keeps no inputs"
@@ -156,9 +163,10 @@ class KVEvents:
     def __post_init__(self) -> None:
         _check_address("kv_events: endpoint", self.endpoint)
         optional(_check_address)("kv_events: replay_endpoint", self.replay_endpoint)
-        of_kind("kv_events: topic", self.topic, str, "text")
-        whole("kv_events: buffer_steps", self.buffer_steps, 1)
-        whole("kv_events: hwm", self.hwm, 1)
+        text("kv_events: topic", self.topic, "text")
+        for name in ("buffer_steps", "hwm"):
+            object.__setattr__(self, name, whole(f"kv_events: {name}", getattr(self, name), 1))
+        optional(_function)("kv_events: secure", self.secure)
 
     def addresses(self, rank: int) -> tuple[str, str | None]:
         """Returns the addresses of the events and of the replays of a rank."""
@@ -167,10 +175,10 @@ class KVEvents:
 
 def _check_address(name: str, address: object) -> None:
     needed = f"an address of {', '.join(_TRANSPORTS)}"
-    text = of_kind(name, address, str, needed)
-    if "\0" in text or not text.startswith(_TRANSPORTS):
+    given = text(name, address, needed)
+    if "\0" in given or not given.startswith(_TRANSPORTS):
         raise refusal(name, address, needed)
-    if text.startswith("tcp://") and not text.rpartition(":")[2].isdecimal():
+    if given.startswith("tcp://") and not given.rpartition(":")[2].isdecimal():
         raise refusal(name, address, "an address with a port (0: any free one)")
 
 
@@ -221,7 +229,6 @@ class Routing:
 
 MAX_DEVICES = 1 << 10
 _CACHING, _SWAPPING = "enable_prefix_caching", "enable_kvcache_swapping_to_host"
-_function = functools.partial(of_kind, kind=cast("type[object]", Callable))
 _share = functools.partial(number, least=0.0, most=1.0)
 _RULES: dict[str, Callable[[str, Any], object]] = {
     "dtype": functools.partial(of_kind, kind=torch.dtype, needed="a torch.dtype"),
@@ -239,8 +246,8 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     ),
     "tenant_quotas": functools.partial(of_kind, kind=Mapping, needed="a dict of salts and shares"),
     **dict.fromkeys(("host_kvcache_swap_space_gb", "file_tier_max_gb"), optional(number)),
-    "file_tier_dir": optional(functools.partial(of_kind, kind=(str, PathLike), needed="the name of a folder")),
-    "file_tier_key": functools.partial(of_kind, kind=str, needed="a string"),
+    "file_tier_dir": optional(folder),
+    "file_tier_key": text,
     "kv_events": optional(functools.partial(of_kind, kind=KVEvents, needed="KVEvents")),
     "file_tier_io": optional(
         functools.partial(_function, needed="a function that makes a `PageIO` of the tier's memory")

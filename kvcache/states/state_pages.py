@@ -415,7 +415,7 @@ class StatePages:
         self._tokens[page] = tokens
 
     def cancel_import(self, page: int) -> None:
-        """End an import whose state is not used. The request's page gets back the content that it had before the import.
+        """End an import whose state is not used. The request's page gets back the content that it had before.
 
         If the request was released, the page becomes free.
         """

@@ -2,11 +2,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from kvcache import InvalidParamsError, KVCacheParams, KVEvents, Routing, StateShape
+from kvcache import (
+    InvalidParamsError,
+    KVCacheParams,
+    KVEvents,
+    LayerGroup,
+    PagedKVCacheManager,
+    Routing,
+    StateShape,
+)
 from kvcache.params import resolve_page_size, usable_hashes
+from tests.kvcache.build import run_once
 
 HOST = {"enable_prefix_caching": True, "enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1}
 
@@ -42,6 +52,9 @@ def params(**changes: Any) -> KVCacheParams:
         ({"object_tier_timeout_s": 0}, "object_tier_timeout_s is 0: a number from 0.01 to 60.0"),
         ({"object_tier_tokens_per_s": 0.5}, "object_tier_tokens_per_s is 0.5: a number from 1.0"),
         ({**HOST, "host_kvcache_swap_space_gb": 0}, "host_kvcache_swap_space_gb is 0"),
+        ({**HOST, "file_tier_dir": ""}, "file_tier_dir is '': the name of a folder is needed"),
+        ({**HOST, "file_tier_dir": "a\0b"}, "file_tier_dir is .*: the name of a folder is needed"),
+        ({**HOST, "file_tier_key": "\ud800"}, "file_tier_key is .*: UTF-8 text is needed"),
     ],
 )
 def test_params_that_cannot_work_are_named(changes: dict[str, Any], message: str) -> None:
@@ -59,6 +72,9 @@ def test_params_that_cannot_work_are_named(changes: dict[str, Any], message: str
         (KVEvents, {"endpoint": "tcp://a:b"}, "kv_events: endpoint is 'tcp://a:b': an address with a port"),
         (KVEvents, {"buffer_steps": 0}, "kv_events: buffer_steps is 0"),
         (KVEvents, {"hwm": 0}, "kv_events: hwm is 0"),
+        (KVEvents, {"topic": "\ud800"}, "kv_events: topic is .*: UTF-8 text is needed"),
+        (KVEvents, {"endpoint": "ipc://\ud800"}, "kv_events: endpoint is .*: UTF-8 text is needed"),
+        (KVEvents, {"secure": 5}, "kv_events: secure is 5: a function is needed"),
         (Routing, {"load_weight": -1}, "load_weight is -1"),
         (Routing, {"load_decay": 1.0}, "load_decay is 1.0: a number from 0.0 to 0.9"),
         (Routing, {"load_decay": -0.1}, "load_decay is -0.1"),
@@ -70,6 +86,57 @@ def test_params_of_events_and_routing_that_cannot_work_are_named(
 ) -> None:
     with pytest.raises(InvalidParamsError, match=message):
         make(**changes)
+
+
+SHAPE = {"layers": 2, "heads": 4, "head_dim": 1, "groups": 1, "d_state": 2, "kernel": 4, "conv_dtype": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 0}, "layers is 0"),
+        ({"heads": True}, "heads is True"),
+        ({"kernel": 1}, "kernel is 1: at least 2 is needed"),
+        ({"groups": 3}, "heads is 4: a multiple of the 3 groups is needed"),
+        ({"conv_dtype": "float32"}, "conv_dtype is 'float32': a torch.dtype is needed"),
+        ({"ssm_dtype": None}, "ssm_dtype is None: a torch.dtype is needed"),
+        ({"form": "mamba3"}, "form is 'mamba3': one of mamba2, gated_delta, mamba1, short_conv, linear is needed"),
+        ({"form": []}, "form is .*: one of mamba2"),
+        ({"form": "mamba1", "head_dim": 2}, "head_dim is 2: with mamba1 it must be 1"),
+    ],
+)
+def test_shapes_of_states_that_cannot_work_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParamsError, match=message):
+        StateShape(**{**SHAPE, **changes})
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8])
+@pytest.mark.parametrize("copies", [None, 2])
+def test_numbers_of_numpy_serve_in_every_parameter(integer: type[np.integer[Any]], copies: int | None) -> None:
+    """They are replaced by Python's numbers, so layouts can be encoded, and no result is rounded to half precision."""
+    shape = StateShape(**{name: integer(one) if isinstance(one, int) else one for name, one in SHAPE.items()})
+    groups = LayerGroup("full", (integer(0),)), LayerGroup("window", (integer(1),), integer(5))
+    events = KVEvents("inproc://numpy", buffer_steps=integer(4), hwm=integer(5))
+    made = KVCacheParams(
+        torch.float16,
+        n_kv_heads=integer(2),
+        head_dim=integer(4),
+        page_size=integer(4),
+        groups=groups,
+        states=shape,
+        state_copies=None if copies is None else integer(copies),
+        kv_events=events,
+        tenant_quota=np.float16(0.5),
+        host_kvcache_swap_space_gb=np.float16(0.001),
+        enable_prefix_caching=np.bool_(1),
+        enable_kvcache_swapping_to_host=np.bool_(1),
+    )
+    sizes = integer(4), integer(64), integer(2)
+    manager = PagedKVCacheManager(made, *sizes, ["cpu"], available_cache_memory=np.int64(1 << 16))
+    assert run_once(manager, [*range(9)]) == 0
+    assert manager.total_num_host_pages > 0
+    manager.check()
+    manager.close()
 
 
 def test_each_replica_has_the_port_or_the_name_after_that_of_the_replica_before() -> None:
