@@ -4,6 +4,8 @@ reader.
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache import BlockTableMismatchError, InvalidRequestError, LayerGroup, TextContext
-from kvcache.tiers import host_tier
+from kvcache import BlockTableMismatchError, InterruptedCallError, InvalidRequestError, LayerGroup, TextContext
+from kvcache.tiers import file_tier, host_tier
+from kvcache.tiers.page_files import SystemIO
 from tests.kvcache.build import manager_of
 from tests.kvcache.served import SIZE, Served
 
@@ -25,8 +28,9 @@ PAGES = 8
 def served(tmp_path: Path) -> Iterable[Callable[..., Served]]:
     made: list[Served] = []
 
-    def make(pages: int = 16, host_slots: int = 80, *, files: bool = False, **options: Any) -> Served:
-        given = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-3, "file_tier_key": "model"} if files else {}
+    def make(pages: int = 16, host_slots: int = 80, *, files: bool = False, io: Any = None, **options: Any) -> Served:
+        folder = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-3, "file_tier_key": "model"}
+        given = {**folder, "file_tier_io": io} if files else {}
         made.append(Served(pages, host_slots, params=given, **options))
         return made[-1]
 
@@ -160,6 +164,70 @@ def test_half_of_the_free_pages_stay_free_for_the_manager_s_own_requests(served:
     assert it.manager.num_free_blocks == 10
     it.manager.release(busy.request_id)
     assert brought(it) == PAGES
+
+
+@pytest.mark.parametrize("have", [0, 3])
+@pytest.mark.parametrize("busy", [0, 1, 5, 6, 9, 10, 13])
+def test_a_call_loads_as_many_pages_as_the_manager_s_own_requests_leave(
+    served: Any, monkeypatch: pytest.MonkeyPatch, busy: int, have: int
+) -> None:
+    for most, at_once in itertools.product((0, 3, 8), (2, 100)):
+        it = served()
+        evicted(it)
+        assert brought(it, have) == have
+        (tier,) = it.tiers.replicas
+        monkeypatch.setattr(tier, "brought_at_once", at_once)
+        if busy:
+            assert it.manager.maybe_reserve(it.claim(range(500, 500 + busy * SIZE - 1)))
+        free, copied = it.manager.num_free_blocks, it.manager.metrics.h2d_blocks_copied
+        assert free == 16 - busy
+        most_here = max(0, min(most, PAGES))
+        here = min(have, most_here)
+        expected = max(0, min(most_here - here, free // 2 - here, at_once))
+        assert it.manager.contents.bring("theirs", 0, wanted(it), most) is (expected > 0)
+        it.manager.check()
+        assert it.manager.metrics.h2d_blocks_copied - copied == expected
+        assert it.manager.num_free_blocks == free
+        assert cached(it) == have + (expected if most > have else 0)
+
+
+def test_an_interrupted_load_is_mended_before_the_next_one(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = served()
+    evicted(it)
+    (tier,) = it.tiers.replicas
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tier, "bring", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            it.manager.contents.bring("theirs", 0, wanted(it), 100)
+    with pytest.raises(InterruptedCallError, match=r"contents\.bring"):
+        it.manager.contents.bring("theirs", 0, wanted(it), 100)
+    it.manager.recover()
+    it.manager.check()
+    assert it.manager.num_held_blocks == 0
+    assert brought(it) == PAGES
+
+
+def test_a_load_does_not_wait_for_files(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = served(files=True)
+    it.serve(PROMPT)
+    it.manager.close()
+    monkeypatch.setattr(file_tier, "_LONGEST_WAIT_S", 3600.0)
+    may = threading.Event()
+
+    class SlowReads(SystemIO):
+        def read(self, *given: Any) -> None:
+            may.wait(10)
+            super().read(*given)
+
+    again = served(files=True, io=lambda memory: SlowReads())
+    assert again.manager.contents.bring("theirs", 0, wanted(again), 100)
+    assert again.manager.metrics.file_blocks_read == 0
+    may.set()
+    assert brought(again) == PAGES
 
 
 def test_loading_pages_does_not_evict_the_earlier_pages_of_the_prompt(served: Any) -> None:
