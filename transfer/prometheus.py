@@ -3,54 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import get_args
+from typing import TypeVar, get_args
 
-from kvcache.families import Family, FamilyCollector, Sample
-from transfer.failures import FailureKind
+from kvcache.families import Family, FamilyCollector, Histogram, Sample
 from transfer.pull.exchange import PageExchange
 from transfer.pull.lease import Verdict
 from transfer.pull.replica import ReplicaTransfer
+from transfer.pull.thread import TransferThread
 from transfer.stats import FAILURES
 from transfer.watch import Transfers
 from transfer.wire.handshake import QueryOutcome
 
 _REPLICA = ("replica",)
+_VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+T = TypeVar("T")
 
 
-def _each(read: Callable[[ReplicaTransfer], float]) -> Callable[[Transfers], Iterator[Sample]]:
+def _each(read: Callable[[TransferThread], float | Histogram]) -> Callable[[Transfers], Iterator[Sample]]:
     """Returns a function that yields one sample for each replica."""
-    return lambda owner: (((number,), read(thread.replica)) for number, thread in enumerate(owner.threads))
+    return lambda owner: (((number,), read(thread)) for number, thread in enumerate(owner.threads))
 
 
-def _by(label: Sequence[str], read: Callable[[ReplicaTransfer, str], float]) -> Callable[[Transfers], Iterator[Sample]]:
+def _by(label: Sequence[T], read: Callable[[ReplicaTransfer, T], float]) -> Callable[[Transfers], Iterator[Sample]]:
     """Returns a function that yields one sample for each replica and each value of a label."""
-
-    def samples(owner: Transfers) -> Iterator[Sample]:
-        for number, thread in enumerate(owner.threads):
-            for value in label:
-                yield (number, value), read(thread.replica, value)
-
-    return samples
-
-
-def _notes(owner: Transfers) -> Iterator[Sample]:
-    verdicts: tuple[Verdict, ...] = get_args(Verdict)
-    for number, thread in enumerate(owner.threads):
-        for verdict in verdicts:
-            yield (number, verdict), thread.replica.leases.counts[verdict]
+    return lambda owner: (
+        ((number, value), read(thread.replica, value)) for number, thread in enumerate(owner.threads) for value in label
+    )
 
 
 def _buckets(name: str) -> Callable[[Transfers], Iterator[Sample]]:
-    def samples(owner: Transfers) -> Iterator[Sample]:
-        for number, thread in enumerate(owner.threads):
-            buckets = thread.replica.stats.buckets[name]
-            yield (number,), (buckets.bounds, buckets.counts.copy(), buckets.total)
+    def read(thread: TransferThread) -> Histogram:
+        buckets = thread.replica.stats.buckets[name]
+        return buckets.bounds, buckets.counts.copy(), buckets.total
 
-    return samples
-
-
-def _busy(owner: Transfers) -> Iterator[Sample]:
-    return (((number,), thread.pull_seconds) for number, thread in enumerate(owner.threads))
+    return _each(read)
 
 
 def _queries(owner: PageExchange) -> Iterator[Sample]:
@@ -89,37 +75,37 @@ FAMILIES = (
         "counter",
         "Time in which at least one READ was under way, or a source was waited for.",
         _REPLICA,
-        _busy,
+        _each(lambda thread: thread.pull_seconds),
     ),
     Family(
         "pagewire_failed_pulls_total",
         "counter",
         "Requests whose pull failed, by kind of reason; the log has each reason.",
         ("replica", "reason"),
-        _by(FAILURES, lambda replica, kind: replica.stats.failures[FailureKind(kind)]),
+        _by(FAILURES, lambda replica, kind: replica.stats.failures[kind]),
     ),
     Family(
         "pagewire_open_pulls",
         "gauge",
         "Pulls that are active or wait for their source.",
         _REPLICA,
-        _each(lambda replica: replica.num_pulls[0]),
+        _each(lambda thread: thread.replica.num_pulls[0]),
     ),
     Family(
         "pagewire_quarantined_pulls",
         "gauge",
         "Failed pulls with transfers in flight that may still write to their pages.",
         _REPLICA,
-        _each(lambda replica: replica.num_pulls[1]),
+        _each(lambda thread: thread.replica.num_pulls[1]),
     ),
     Family(
         "pagewire_failed_handshakes_total",
         "counter",
         "Sources that gave no answer, or an unusable one.",
         _REPLICA,
-        _each(lambda replica: replica.stats.failed_handshakes),
+        _each(lambda thread: thread.replica.stats.failed_handshakes),
     ),
-    Family("pagewire_leases", "gauge", "Open leases.", _REPLICA, _each(lambda replica: len(replica.leases))),
+    Family("pagewire_leases", "gauge", "Open leases.", _REPLICA, _each(lambda thread: len(thread.replica.leases))),
     Family(
         "pagewire_ended_leases_total",
         "counter",
@@ -132,7 +118,7 @@ FAMILIES = (
         "counter",
         "Readers' notes about leases, by verdict.",
         ("replica", "verdict"),
-        _notes,
+        _by(_VERDICTS, lambda replica, verdict: replica.leases.counts[verdict]),
     ),
 )
 OF_EXCHANGE = (

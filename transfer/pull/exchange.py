@@ -28,7 +28,7 @@ from transfer.pull.exchange_checks import (
     check_text,
 )
 from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS, LeaseRef, LeaseSlots, new_lease_id
-from transfer.pull.lending import LENT_S, PageLending
+from transfer.pull.lending import LENT_S, PageLender, PageLending
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, new_incarnation
 from transfer.pull.replica import LeaseOffer, LeaseOver, Offered, ReplicaTransfer
@@ -163,9 +163,11 @@ class PageExchange:
         ask = None if keyring is None else keyring.secure_client
         self.cards: list[EngineCard] = []
         self.bell = Bell()
-        self.lending = PageLending(
-            manager, self._grant_lent, self.bell.ring, share=lend, key=self._key, seals=self._seals
-        )
+        lenders = [
+            PageLender(manager, replica, self._grant_lent, self.bell.ring, share=lend, key=self._key, seals=self._seals)
+            for replica in range(manager.num_replicas)
+        ]
+        self.lending = PageLending(lenders)
         told = kv_kind(manager.layouts), len(tables.tables), tables.kinds_named, len(manager.further_groups[0])
         asker = HandshakeClient(ask, allowed=allowed)
         self._asks = PageAsks(asker, name, self._key, agreed, *told, give_back=self.refuse)

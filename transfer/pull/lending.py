@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,7 +67,9 @@ class _LentPages(NamedTuple):
 class PageLender:
     """Leases pages of one replica to readers that ask for them by digest.
 
-    Any thread may call `answer`. Only the serving loop may make the other calls.
+    Any thread may call `answer`. Only the serving loop may make the other calls. For each question, `ring` is called on
+    the handshake server's thread; it must make the serving loop call `poll`. `grant` requests a lease. `key` is the key
+    of the digests that authenticate the answers, and `seals` makes the seals of lent tables.
 
     Requests of this process take precedence over readers. Therefore at most the fraction `share` of the token pages is
     leased to readers at the same time, and at most this fraction of the pages for recurrent states. Beyond the limit, a
@@ -254,35 +257,11 @@ def _asker(query: ContentQuery) -> str:
     return query.asker or query.reader
 
 
+@dataclass(frozen=True, slots=True)
 class PageLending:
-    """Lends pages of a manager's replicas.
+    """The lender of each replica of a manager."""
 
-    Args:
-        manager: the manager whose pages are lent.
-        grant: requests a lease.
-        ring: called for each question, on the handshake server's thread. It must make the serving loop call `poll`.
-        share: the fraction of each replica's pages that may be leased at the same time.
-        key: key of the digests that authenticate the answers.
-        seals: makes the seals of lent tables.
-
-    Attributes:
-        of: the lender of each replica.
-    """
-
-    def __init__(
-        self,
-        manager: PageOwner,
-        grant: Grant,
-        ring: Callable[[], None],
-        *,
-        share: float,
-        key: bytes,
-        seals: TableSeals,
-    ) -> None:
-        self.of = [
-            PageLender(manager, replica, grant, ring, share=share, key=key, seals=seals)
-            for replica in range(manager.num_replicas)
-        ]
+    of: list[PageLender]
 
     @property
     def pages_lent(self) -> int:

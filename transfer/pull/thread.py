@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -146,16 +147,11 @@ class TransferThread:
         self, method: Callable[Concatenate[ReplicaTransfer, P], object], *args: P.args, **options: P.kwargs
     ) -> None:
         """Calls a method of `ReplicaTransfer` on the thread, without waiting. Its events report the outcome."""
-        self._hand_over(lambda: method(self.replica, *args, **options))
+        self._hand_over(partial(method, self.replica, *args, **options))
 
     def offer(self, offer: LeaseOffer) -> None:
         """Grants a lease; see `ReplicaTransfer.offer`. Page checks (`pages`) are made on the thread."""
-
-        def run() -> None:
-            self.replica.offer(offer)
-
-        if offer.pages is not None or not self._run_here(lambda: True, run):
-            self._hand_over(run)
+        self._run(partial(self.replica.offer, offer), lambda: offer.pages is None)
 
     def pull(
         self,
@@ -166,25 +162,19 @@ class TransferThread:
         tables: Sequence[BlockTable] = (),
     ) -> None:
         """Begins a pull. If `groups` is not None, it has all pages of the pull. `PullEvent`s report the outcome."""
-
-        def run() -> None:
-            self.replica.pull(key, source, timeout_s, groups, tables=tables)
-
-        if groups is None or not self._run_here(lambda: self.replica.is_small(source, groups), run):
-            self._hand_over(run)
+        self._run(
+            partial(self.replica.pull, key, source, timeout_s, groups, tables=tables),
+            lambda: groups is not None and self.replica.is_small(source, groups),
+        )
 
     def add_pages(self, key: str, groups: PageLists, *, last: bool, tables: Sequence[BlockTable] = ()) -> None:
         """Reads pages of a pull; see `ReplicaTransfer.add_pages`."""
-
-        def run() -> None:
-            self.replica.add_pages(key, groups, last=last, tables=tables)
 
         def is_small() -> bool:
             pull = self.replica.look_up(key)
             return pull is not None and self.replica.is_small(pull.source, groups)
 
-        if not self._run_here(is_small, run):
-            self._hand_over(run)
+        self._run(partial(self.replica.add_pages, key, groups, last=last, tables=tables), is_small)
 
     def snapshot(self) -> StatsSnapshot:
         """Returns counters, and percentiles since the last call; see `TransferStats.snapshot`."""
@@ -222,23 +212,24 @@ class TransferThread:
             _open.discard(self)
 
     def _hand_over(self, command: Callable[[], object]) -> None:
-        self._refuse_ended()
-        self._commands.append(command)
-        self._alarm.ring()
-
-    def _refuse_ended(self) -> None:
         self.raise_failure()
         if self._stopping:  # the command would never run, and its pages would be held for ever
             raise EngineClosedError("the transfer thread was closed")
+        self._commands.append(command)
+        self._alarm.ring()
 
-    def _run_here(self, is_small: Callable[[], bool], command: Callable[[], object]) -> bool:
+    def _run(self, command: Callable[[], object], is_small: Callable[[], bool]) -> None:
+        """Runs `command` on the caller's thread if it is small, and otherwise hands it over."""
+        if not self._run_here(command, is_small):
+            self._hand_over(command)
+
+    def _run_here(self, command: Callable[[], object], is_small: Callable[[], bool]) -> bool:
         """Runs `command` on the caller's thread if it is small. Returns whether it ran.
 
         It does not run if the transfer thread is busy, has commands waiting, or is not alive. After the command, the
         transfer thread is woken if it has to poll now.
         """
-        self._refuse_ended()
-        if not self._turn.acquire(blocking=False):
+        if self._stopping or self._failure is not None or not self._turn.acquire(blocking=False):
             return False
         try:
             # A forked child has no transfer thread, so the command does not run there.
