@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from transfer.engine.metadata import TensorAgentMetadata
 from transfer.errors import InvalidEngineError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
-
-if TYPE_CHECKING:
-    import torch
 
 _BACKGROUND_RUNS = 8
 

@@ -10,21 +10,19 @@ import ctypes
 import importlib
 import os
 import threading
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 from weakref import WeakSet
+
+import numpy as np
+import numpy.typing as npt
 
 from transfer.errors import AgentError
 from transfer.memory import MemoryType
 from transfer.nixl.settings import effective_settings
 from transfer.nixl.vouchers import Voucher
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
-
-    import numpy as np
-    import numpy.typing as npt
 
 Handle: TypeAlias = Any
 """A NIXL transfer in flight. A handle must not be used after its release, because NIXL would crash."""

@@ -10,17 +10,13 @@ from __future__ import annotations
 import ctypes
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from transfer.errors import AgentError
 from transfer.memory import MemoryType
-from transfer.nixl.agent import WORD_BYTES, Agent
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from transfer.nixl.agent import Handle, RunList
+from transfer.nixl.agent import WORD_BYTES, Agent, Handle, RunList
 
 Fault = Literal["delay", "refuse", "break", "short", "corrupt", "drop", "duplicate", "late"]
 

@@ -10,16 +10,14 @@ import errno
 import time
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from transfer.errors import AgentError
 from transfer.nixl.agent import Agent, Descriptors, nixl_errors
-
-if TYPE_CHECKING:
-    import torch
 
 _Bytes = npt.NDArray[np.uint8]
 

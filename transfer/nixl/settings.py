@@ -10,16 +10,13 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import os
+from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from transfer.errors import AgentError
 from transfer.memory import MemoryType
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _DEFAULTS = {
     "UCX_DEBUG_SIGNO": "0",  # by default UCX takes over SIGHUP for its debugger, even in a program that handles it

@@ -5,25 +5,19 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import zmq
 from msgspec.structs import replace
 
 from kvcache.replica.block_table import BlockTable, PageDigests
 from transfer.errors import TransferError
 from transfer.pull.lease import LeaseRef
-from transfer.pull.source import Source
-from transfer.wire.messages import MAX_DIGEST_BYTES, ContentQuery, LeasedPages, LeaseReply, open_pages
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import zmq
-
-    from transfer.pull.source import Place
-    from transfer.wire.handshake import HandshakeClient
-    from transfer.wire.messages import Answer
+from transfer.pull.source import Place, Source
+from transfer.wire.handshake import HandshakeClient
+from transfer.wire.messages import MAX_DIGEST_BYTES, Answer, ContentQuery, LeasedPages, LeaseReply, open_pages
 
 # In seconds: the pause before a question is repeated to a source that has not processed it yet. The pause doubles each
 # time, up to the maximum.

@@ -6,12 +6,17 @@ runs the server that describes these engines to peers.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+import zmq
 
 from kvcache.arguments import number, whole
 from kvcache.errors import InvalidRequestError
 from kvcache.layout import kv_kind, scales_kind
+from kvcache.replica.block_table import BlockTable, PageDigests
 from transfer.errors import InvalidLeaseError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
@@ -29,6 +34,7 @@ from transfer.pull.exchange_checks import (
 )
 from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS, LeaseRef, LeaseSlots, new_lease_id
 from transfer.pull.lending import LENT_S, PageLender, PageLending
+from transfer.pull.page_owner import PageOwner, PendingPages
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, new_incarnation
 from transfer.pull.replica import LeaseOffer, LeaseOver, Offered, ReplicaTransfer
@@ -38,17 +44,8 @@ from transfer.pull.source import Source
 from transfer.pull.thread import TransferThread, start_thread
 from transfer.wire.allowed_peers import AllowedPeers, host_of
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
+from transfer.wire.keys import Keyring
 from transfer.wire.secret import fleet_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    import torch
-    import zmq
-
-    from kvcache.replica.block_table import BlockTable, PageDigests
-    from transfer.pull.page_owner import PageOwner, PendingPages
-    from transfer.wire.keys import Keyring
 
 _STUCK_S = 10.0
 """In seconds: how long READs of a failed pull may continue before their agent is destroyed.

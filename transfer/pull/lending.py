@@ -11,29 +11,26 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvcache.errors import BlockTableMismatchError, KVCacheError
 from kvcache.layout import kv_kind
 from kvcache.replica.block_table import BlockTable, PageDigests
 from transfer.pull.lease import LENT_SLOTS
+from transfer.pull.page_owner import PageOwner
 from transfer.pull.replica import LeaseOver, Offered
+from transfer.pull.seals import TableSeals
+from transfer.pull.source import Source
 from transfer.wire.messages import ContentQuery, LeasedPages, LeaseReply, sealed_pages
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+Grant = Callable[[Any, BlockTable], Source | None]
+"""Requests a lease, given the manager's hold on the pages and their block table.
 
-    from transfer.pull.page_owner import PageOwner
-    from transfer.pull.seals import TableSeals
-    from transfer.pull.source import Source
-
-    Grant = Callable[[Any, BlockTable], Source | None]
-    """Requests a lease, given the manager's hold on the pages and their block table.
-
-    Returns None if every lease slot is taken.
-    """
+Returns None if every lease slot is taken.
+"""
 
 LENT_S = 10.0  # in seconds: duration of a lease. It is short, because its reader is waiting and renews it
 _KNOWN = 4096  # the most questions whose answers are kept

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+import torch
 
-    import torch
-
-    from kvcache.layer_groups import LayerTables
-    from kvcache.layout import KindPages, PageLayout
-    from kvcache.replica.block_table import BlockTable
+from kvcache.layer_groups import LayerTables
+from kvcache.layout import KindPages, PageLayout
+from kvcache.replica.block_table import BlockTable
 
 
 class PendingPages(Protocol):

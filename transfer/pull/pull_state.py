@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
+from kvcache.replica.block_table import BlockTable
 from transfer.errors import InvalidTransferError, PullFailedError
 from transfer.failures import Failure, FailureKind
 from transfer.nixl.agent import Agent, Handle
@@ -16,11 +18,6 @@ from transfer.pull.parts import Part
 from transfer.pull.remote import RemoteEngine
 from transfer.pull.source import Place, Source
 from transfer.wire.messages import LeasedPages, Wanted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kvcache.replica.block_table import BlockTable
 
 FIRST_PAUSE_S = 1e-3
 """In seconds: the pause before a source is asked again whether all its ranks have granted a lease.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
+from kvcache.replica.block_table import BlockTable
 from transfer.errors import (
     AgentError,
     HandshakeError,
@@ -22,16 +22,13 @@ from transfer.plan.page_lists import PageLists
 from transfer.plan.plan import Plan, plan
 from transfer.plan.runs import Runs, concatenated
 from transfer.plan.source_ranks import sources
+from transfer.pull.lease import LeaseRef
 from transfer.pull.page_checks import Verifier
 from transfer.pull.parts import FOREGROUND_BYTES, Part, longest_run
 from transfer.pull.seals import TableSeals
 from transfer.pull.staging_area import StagingArea, staged_parts
 from transfer.wire.handshake import differences
 from transfer.wire.messages import RankMetadata
-
-if TYPE_CHECKING:
-    from kvcache.replica.block_table import BlockTable
-    from transfer.pull.lease import LeaseRef
 
 
 class RemoteEngine:

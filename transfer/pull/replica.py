@@ -11,10 +11,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from numpy.typing import ArrayLike
 
+from kvcache.replica.block_table import BlockTable
 from transfer.errors import PullFailedError, TransferError
 from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
@@ -29,9 +30,6 @@ from transfer.pull.source import Place, Source, check_tokens, source_in
 from transfer.stats import TransferStats
 from transfer.wire.handshake import HandshakeClient
 from transfer.wire.messages import Answer, LeaseReply, Wanted
-
-if TYPE_CHECKING:
-    from kvcache.replica.block_table import BlockTable
 
 
 class LeaseOver(NamedTuple):

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from typing import TYPE_CHECKING
 
 import msgspec
 
-if TYPE_CHECKING:
-    from kvcache.replica.block_table import BlockTable
+from kvcache.replica.block_table import BlockTable
 
 KEY_BYTES = 32
 _SEAL_BYTES = 16

@@ -16,22 +16,17 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvcache.replica.block_table import PageCopy
+from kvcache.replica.block_table import BlockTable, PageCopy
+from transfer.plan.boxes import Group
 from transfer.plan.intersection import Ints
-from transfer.plan.page_lists import NOTHING
-from transfer.pull.pull_state import PullEvent, PullShare
-
-if TYPE_CHECKING:
-    from kvcache.replica.block_table import BlockTable
-    from transfer.plan.boxes import Group
-    from transfer.plan.page_lists import PageLists
-    from transfer.pull.pull_state import ReplicaPull
-    from transfer.pull.source import Place, Source
+from transfer.plan.page_lists import NOTHING, PageLists
+from transfer.pull.pull_state import PullEvent, PullShare, ReplicaPull
+from transfer.pull.source import Place, Source
 
 ONE_SOURCE_BYTES = 1 << 20
 """In bytes: up to this size, a pull reads one source, because a second one would save less time than its first run

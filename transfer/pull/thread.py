@@ -22,11 +22,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
 
+from kvcache.replica.block_table import BlockTable
 from transfer.errors import EngineClosedError
 from transfer.memory import MemoryType
 from transfer.plan.page_lists import PageLists
@@ -36,9 +37,6 @@ from transfer.pull.replica import Event, LeaseOffer, ReplicaTransfer
 from transfer.pull.source import Source
 from transfer.stats import StatsSnapshot
 from transfer.wire.messages import Wanted
-
-if TYPE_CHECKING:
-    from kvcache.replica.block_table import BlockTable
 
 _open: WeakSet[TransferThread] = WeakSet()
 
