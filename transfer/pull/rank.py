@@ -85,61 +85,11 @@ class ShardMemory(NamedTuple):
         return self.device.index or 0
 
 
-class ReaderAgents:
-    """Makes agents and assigns each to one source. Takes an agent back when none of its copies is in flight any more.
-
-    A NIXL copy can be stopped only by destroying its agent. Each source therefore has a separate reading agent, which
-    is not the agent that serves peers, so that giving up one source disturbs no other. One agent is kept ready, because
-    making one takes 10 ms.
-
-    Args:
-        name: name of the rank. An agent's name is this name and a number. No name is used twice.
-        make: makes an agent of a given name, and registers all memory that the agent reads into.
-
-    Raises:
-        AgentError: NIXL refuses the first agent.
-    """
-
-    def __init__(self, name: str, make: Callable[[str], Agent]) -> None:
-        self._names = (f"{name}/reader{number}" for number in itertools.count())
-        self._make = make
-        self._spare: list[Agent] = [make(next(self._names))]
-
-    def take(self) -> Agent:
-        """Returns an agent that has no peer."""
-        return self._spare.pop() if self._spare else self._make(next(self._names))
-
-    def keep_ready(self) -> None:
-        """Makes an agent for the next source, if none is ready. Call this when there is nothing else to do."""
-        if not self._spare:
-            with suppress(AgentError):  # the next source's request will report the error
-                self._spare.append(self._make(next(self._names)))
-
-    def give_back(self, agent: Agent, *, reuse: bool = True) -> None:
-        """Takes back an agent that has no peer and no transfer in flight.
-
-        Keeps the agent for the next source if `reuse` is True and no other agent is kept; otherwise destroys it.
-        """
-        if self._spare or not reuse:
-            _close(agent)
-        else:
-            self._spare.append(agent)
-
-    def close(self) -> None:
-        """Destroys the agents that no source uses. Safe to call twice."""
-        while self._spare:
-            _close(self._spare.pop())
-
-
-def _close(agent: Agent) -> None:
-    try:
-        agent.close()
-    except AgentError as error:
-        log.warning("%s", error)
-
-
 class RankTransfer:
     """One rank's leases for readers, and its pulls from sources. Its owner's thread calls `poll` repeatedly.
+
+    A NIXL copy can be stopped only by destroying its agent. Each source therefore has a separate reading agent, which
+    is not the agent that serves peers, so that giving up one source disturbs no other.
 
     Args:
         identity: the identity of this rank.
@@ -174,15 +124,15 @@ class RankTransfer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         layout, bases, memory_type = memory.layout, memory.bases, memory.memory_type
+        self._where = f"engine {identity.engine_id!r} rank {identity.rank}"
         if len(bases) != len(layout.region_bytes):
             raise InvalidEngineError(
-                f"engine {identity.engine_id!r} rank {identity.rank}: got {len(bases)} addresses, but the layout has "
-                f"{len(layout.region_bytes)} regions"
+                f"{self._where}: got {len(bases)} addresses, but the layout has {len(layout.region_bytes)} regions"
             )
         if (checks or verify) and memory_type is not MemoryType.DRAM:
             raise InvalidEngineError(
-                f"engine {identity.engine_id!r} rank {identity.rank}: page checks (verify) need pages in host memory, "
-                f"but these pages are in {memory_type.value}"
+                f"{self._where}: page checks (verify) need pages in host memory, but these pages are in "
+                f"{memory_type.value}"
             )
         self.identity = identity
         self.layout = layout
@@ -201,11 +151,12 @@ class RankTransfer:
         self._remotes: dict[str, RemoteEngine] = {}
         self._retiring: list[RemoteEngine] = []
         self._next = 0  # index into the known sources, at which the next poll continues with unused sources
-        self._readers: ReaderAgents | None = None
+        self._reader_names = (f"{name}/reader{number}" for number in itertools.count())  # no agent's name is used twice
+        self._spare: Agent | None = None  # a reading agent without a peer, kept ready because making one takes 10 ms
         self._agent: Agent | None = agent(name, memory_type)
         try:
             self._register_own(self._agent)
-            self._readers = ReaderAgents(name, self._make_reader)
+            self._spare = self._make_reader()
             self.metadata = sealed_rank(self._describe(name, self._agent.metadata), identity.key)
             # decodes our own metadata with the checks that peers will make
             self._mine = open_rank(self.metadata, identity.key)
@@ -215,10 +166,10 @@ class RankTransfer:
             self.close()
             raise
 
-    def _open(self) -> tuple[Agent, ReaderAgents]:
-        if self._agent is None or self._readers is None:
-            raise EngineClosedError(f"engine {self.identity.engine_id!r} rank {self.identity.rank} was shut down")
-        return self._agent, self._readers
+    def _open(self) -> Agent:
+        if self._agent is None:
+            raise EngineClosedError(f"{self._where} was shut down")
+        return self._agent
 
     def _register_own(self, agent: Agent) -> None:
         self._register_pages(agent)
@@ -226,8 +177,8 @@ class RankTransfer:
         words = [(array.ctypes.data, array.nbytes, 0) for array in (self.words, *checks)]
         agent.register(words, MemoryType.DRAM)
 
-    def _make_reader(self, name: str) -> Agent:
-        agent = self._make_agent(name, self.memory_type)
+    def _make_reader(self) -> Agent:
+        agent = self._make_agent(next(self._reader_names), self.memory_type)
         self._register_pages(agent)
         agent.register([(self.puller.words.ctypes.data, self.puller.words.nbytes, 0)], MemoryType.DRAM)
         if self._staging is not None:
@@ -287,9 +238,7 @@ class RankTransfer:
                 f"{expected}"
             )
         if remote.engine_id == self.identity.engine_id:
-            raise HandshakeError(
-                f"engine {remote.engine_id!r} rank {self.identity.rank}: an engine cannot read from itself"
-            )
+            raise HandshakeError(f"{self._where}: an engine cannot read from itself")
         return remote
 
     def load(self, remote: RemoteEngine) -> RemoteEngine:
@@ -298,19 +247,19 @@ class RankTransfer:
         Raises:
             AgentError: NIXL refuses a rank. None of them stays loaded.
         """
-        _, readers = self._open()
+        self._open()
         again = f"engine {remote.engine_id!r} was connected again"
         self.disconnect(remote.engine_id, Failure(FailureKind.SOURCE_GONE, again))
         self._reap()
         remote.staging = self._staging
-        agent = readers.take()
+        agent, self._spare = self._spare or self._make_reader(), None
         try:
             if self._verify and self._checks:
                 for at in remote.read_ranks:
                     remote.verifier = Verifier(self._checks, self._mine, remote.ranks[at], self._verify, agent)
             remote.load(agent)
         except TransferError:
-            readers.give_back(agent)
+            self._give_back(agent)
             raise
         self._remotes[remote.engine_id] = remote
         return remote
@@ -338,7 +287,7 @@ class RankTransfer:
         Raises:
             AgentError: NIXL fails.
         """
-        agent, readers = self._open()
+        agent = self._open()
         notes = [decode_note(message) for _, message in agent.notifications()]
         lost = [(key, remote.failure) for key, remote in self._remotes.items() if remote.failure is not None]
         for engine_id, failure in lost:
@@ -351,8 +300,9 @@ class RankTransfer:
         self._give_up_stuck()
         if self._retiring:
             self._reap()
-        if not len(self.puller):
-            readers.keep_ready()
+        if not len(self.puller) and self._spare is None:
+            with suppress(AgentError):  # the next source's request will report the error
+                self._spare = self._make_reader()
         return notes
 
     def _to_poll(self) -> set[RemoteEngine]:
@@ -373,9 +323,10 @@ class RankTransfer:
             )
             stuck = Failure(FailureKind.SOURCE_GONE, f"engine {remote.engine_id!r} is stuck")
             self.disconnect(remote.engine_id, stuck)
-            self._destroy(remote)
+            self._stop(remote)
 
-    def _destroy(self, remote: RemoteEngine) -> None:
+    def _stop(self, remote: RemoteEngine) -> None:
+        """Destroys the agent that reads from a source, so that its copies in flight end."""
         pulls, agent = self.puller.abandon(remote), remote.agent
         with suppress(AgentError):  # the agent is gone in any case
             agent.close(in_flight=True)
@@ -390,10 +341,23 @@ class RankTransfer:
     def _take_back(self, remote: RemoteEngine) -> None:
         agent = remote.agent
         remote.unload()
-        if agent.is_open and self._readers is not None:
+        if agent.is_open:
             # The verifier's words were registered with this agent, and are freed with the verifier. Such an agent is
             # therefore destroyed instead of being reused.
-            self._readers.give_back(agent, reuse=remote.verifier is None)
+            self._give_back(agent, reuse=remote.verifier is None)
+
+    def _give_back(self, agent: Agent, *, reuse: bool = True) -> None:
+        """Keeps an agent that has no peer for the next source if `reuse` is True and none is kept, or destroys it."""
+        if self._spare is None and reuse:
+            self._spare = agent
+        else:
+            self._destroy(agent)
+
+    def _destroy(self, agent: Agent) -> None:
+        try:
+            agent.close()
+        except AgentError as error:
+            log.warning("%s: %s", self._where, error)
 
     @property
     def is_open(self) -> bool:
@@ -420,15 +384,11 @@ class RankTransfer:
             time.sleep(0.5e-3)
         for remote in (*self._remotes.values(), *self._retiring):
             if self.puller.uses(remote):
-                self._destroy(remote)
+                self._stop(remote)
             if remote.agent.is_open:
                 self._take_back(remote)
         self._remotes.clear()
         self._retiring.clear()
-        if self._readers is not None:
-            self._readers.close()
-        agent, self._agent, self._readers = self._agent, None, None
-        try:
-            agent.close()
-        except AgentError as error:
-            log.warning("engine %r rank %d: %s", self.identity.engine_id, self.identity.rank, error)
+        agent, self._agent, spare, self._spare = self._agent, None, self._spare, None
+        for one in filter(None, (spare, agent)):
+            self._destroy(one)

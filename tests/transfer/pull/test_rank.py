@@ -58,7 +58,7 @@ def test_the_agent_of_an_engine_that_cannot_be_loaded_is_used_for_the_next_engin
     p, d = engine("p"), engine("d")
     (mine,) = d.ranks
     remote = mine.inspect([p.ranks[0].metadata])
-    (agent,) = mine._readers._spare
+    agent = mine._spare
 
     def refused(_: Any) -> None:
         raise AgentError("refused by the test")
@@ -68,7 +68,7 @@ def test_the_agent_of_an_engine_that_cannot_be_loaded_is_used_for_the_next_engin
         with pytest.raises(AgentError, match="refused by the test"):
             mine.load(remote)
     assert mine.remote("p") is None
-    assert mine._readers._spare == [agent]
+    assert mine._spare is agent
     assert mine.load(remote).agent is agent
 
 
@@ -83,7 +83,7 @@ def test_an_agent_with_memory_of_a_verifier_is_not_used_for_another_source(engin
     mine.disconnect("p", Failure(FailureKind.SOURCE_GONE, "it is over"))
     mine._reap()
     assert agent.is_open == (not verifies)
-    assert (agent in mine._readers._spare) == (not verifies)
+    assert (mine._spare is agent) == (not verifies)
 
 
 def test_leases_are_counted_by_how_they_ended(engine: Any) -> None:
