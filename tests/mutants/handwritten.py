@@ -269,7 +269,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "transfer.pull.directory",
         [
-            Mutation("Directory.watch", "> self._times.heartbeat:", "> self._times.idle:"),
+            Mutation("Directory.watch", "> self._times.heartbeat_s:", "> self._times.idle_s:"),
         ],
     ),
     Module(

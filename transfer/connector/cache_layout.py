@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -278,16 +278,6 @@ def _merge_last(label: str, tensor: torch.Tensor, dimensions: int) -> tuple[list
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _BoxView(NamedTuple):
-    """The elements of a box as integers `[pages, sides, heads, tokens, dims]`.
-
-    A head keeps `LayerView.content` elements for each token. This box has the elements from index `first` on.
-    """
-
-    first: int
-    elements: torch.Tensor
-
-
 class LayerView:
     """Reads and writes one attention layer of a rank through its boxes.
 
@@ -313,13 +303,15 @@ class LayerView:
         self.num_pages, self.page_size = held.num_pages, held.page_size
         self.itemsize, self.heads = boxes[0].itemsize, boxes[0].extent[2]
         self.content = sum(box.extent[1] * box.extent[4] for box in boxes)
-        self._boxes: list[_BoxView] = []
+        # For each box: the index of its first element among the `content` elements that a head keeps for a token, and
+        # its elements as integers `[pages, sides, heads, tokens, dims]`.
+        self._boxes: list[tuple[int, torch.Tensor]] = []
         for box in boxes:
             raw = torch.empty(0, dtype=_RAW[box.itemsize], device=memory.device)
             steps = [step // box.itemsize for step in (box.page_stride, *box.strides[1:])]
             sizes, storage = (held.num_pages, *box.extent[1:]), storages[memory.bases[box.region]]
             view = raw.set_(storage, box.offset // box.itemsize, sizes, steps)
-            self._boxes.append(_BoxView(box.first[1] * box.extent[4], view))
+            self._boxes.append((box.first[1] * box.extent[4], view))
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
         """Returns the bits of some pages as integers `[pages * tokens, heads, content]`, in host memory."""

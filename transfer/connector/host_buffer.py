@@ -47,9 +47,9 @@ class HostBuffers:
     that copies pages, and may be replaced.
     """
 
-    def __init__(self, config: WorkerConfig, caches: Mapping[str, Cache]) -> None:
+    def __init__(self, config: WorkerConfig, caches: Mapping[str, Cache], copy: CopyBlocks | None = None) -> None:
         self.caches: dict[str, Cache] = {}
-        self.copy: CopyBlocks = self.copy_pages
+        self.copy: CopyBlocks = copy or self.copy_pages
         self._device = dict(caches)
         self._group_of = {name: group for group in config.groups for name in group.layers if name in caches}
         self._layers = [[name for name in group.layers if name in caches] for group in config.groups]

@@ -141,9 +141,7 @@ class NixlConnectorWorker:
 
         `register_kv_caches` calls this if pages on the device must go through host memory.
         """
-        self._host = HostBuffers(self.config, kv_caches)
-        if self._copy is not None:
-            self._host.copy = self._copy
+        self._host = HostBuffers(self.config, kv_caches, self._copy)
         return self._host
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocks) -> None:
@@ -161,9 +159,7 @@ class NixlConnectorWorker:
         Raises:
             EngineClosedError: no caches are registered, or the worker was shut down.
         """
-        if self._rank is None:
-            raise EngineClosedError(f"{self._where}: {self._why_none()}")
-        return self._rank.metadata
+        return self._running().replica.ranks[0].metadata
 
     def add_remote_agent(self, address: str, ranks: Sequence[bytes]) -> str:
         """Loads an engine whose metadata did not arrive through the handshake. Returns its id.
@@ -347,11 +343,9 @@ class NixlConnectorWorker:
 
     def _running(self) -> TransferThread:
         if self._thread is None:
-            raise EngineClosedError(f"{self._where}: {self._why_none()}")
+            why = "it was shut down" if self._is_shut else "no caches are registered: register_kv_caches comes first"
+            raise EngineClosedError(f"{self._where}: {why}")
         return self._thread
-
-    def _why_none(self) -> str:
-        return "it was shut down" if self._is_shut else "no caches are registered: register_kv_caches comes first"
 
     def _raise_failure(self) -> None:
         if self._thread is not None:

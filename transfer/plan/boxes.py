@@ -126,18 +126,8 @@ def sub_box(box: Box, first: Index, end: Index) -> Box:
     # Written without loops for speed, because this function runs for each layer of each rank at first contact.
     skipped = (layer - first_layer) * by_layer + (side - first_side) * by_side
     skipped += (head - first_head) * by_head + (dim - first_dim) * by_dim
-    return Box(
-        kind=box.kind,
-        dtype=box.dtype,
-        itemsize=box.itemsize,
-        region=box.region,
-        offset=box.offset + skipped,
-        page_stride=box.page_stride,
-        first=first,
-        extent=(layer_end - layer, side_end - side, head_end - head, box.extent[TOKEN], dim_end - dim),
-        strides=box.strides,
-        of_page=box.of_page,
-    )
+    extent = (layer_end - layer, side_end - side, head_end - head, box.extent[TOKEN], dim_end - dim)
+    return msgspec.structs.replace(box, offset=box.offset + skipped, first=first, extent=extent)
 
 
 def check(layout: ShardLayout) -> ShardLayout:

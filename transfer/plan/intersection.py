@@ -109,10 +109,13 @@ def common(where: str, local: Sequence[Box], remote: Sequence[Box]) -> tuple[Sta
     shapes = np.concatenate([extent, ours[:, _STRIDES], theirs[:, _STRIDES], pages], axis=1)
     for row, shape in enumerate(shapes.tolist()):
         alike.setdefault(tuple(shape), []).append(row)
-    return tuple(
-        _stack(shape, ours[rows, _REGION], local_offset[rows], theirs[rows, _REGION], remote_offset[rows])
-        for shape, rows in alike.items()
-    )
+    found: list[Stack] = []
+    for shape, rows in alike.items():
+        extent, here, there, (local_page, remote_page, item) = shape[:4], shape[4:9], shape[9:14], shape[14:]
+        axes = tuple((n, here[axis], there[axis]) for n, axis in zip(extent, _FOUR, strict=True) if n > 1)
+        starts = ours[rows, _REGION], local_offset[rows], theirs[rows, _REGION], remote_offset[rows]
+        found.append(Stack(*starts, item, axes, (here[TOKEN], there[TOKEN]), local_page, remote_page))
+    return tuple(found)
 
 
 def _table(boxes: Sequence[Box], kinds: dict[str, int]) -> Ints:
@@ -127,23 +130,6 @@ def _table(boxes: Sequence[Box], kinds: dict[str, int]) -> Ints:
     one_token = np.array([box.extent[TOKEN] == 1 and not box.of_page for box in boxes])
     table[one_token, _STRIDES.start + TOKEN] = table[one_token, _PAGE]
     return table
-
-
-def _stack(
-    shape: tuple[int, ...], local_region: Ints, local_offset: Ints, remote_region: Ints, remote_offset: Ints
-) -> Stack:
-    extent, local, remote, (local_page, remote_page, itemsize) = shape[:4], shape[4:9], shape[9:14], shape[14:]
-    return Stack(
-        local_region=local_region,
-        local_offset=local_offset,
-        remote_region=remote_region,
-        remote_offset=remote_offset,
-        itemsize=itemsize,
-        axes=tuple((n, local[axis], remote[axis]) for n, axis in zip(extent, _FOUR, strict=True) if n > 1),
-        token=(local[TOKEN], remote[TOKEN]),
-        local_page=local_page,
-        remote_page=remote_page,
-    )
 
 
 def _agreed_itemsize(where: str, local: Box, remote: Box) -> int:

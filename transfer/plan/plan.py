@@ -190,19 +190,15 @@ def plan(
             f"this engine has {len(local.groups)} groups, the source has {len(remote.groups)}: the numbers must be "
             "equal"
         )
-    groups = [
-        _plan_group(f"group {number}", ours, theirs)
-        for number, (ours, theirs) in enumerate(zip(local.groups, remote.groups, strict=True))
-    ]
+    groups: list[GroupPlan] = []
+    for number, (ours, theirs) in enumerate(zip(local.groups, remote.groups, strict=True)):
+        where = f"group {number}"
+        if ours.state != theirs.state:
+            raise MetadataError(f"{where}: one side keeps a recurrent state, the other keeps tokens")
+        _check_of_page(where, ours, theirs)
+        groups.append(GroupPlan(where, ours, theirs, common(where, ours.boxes, theirs.boxes)))
     zeros = [0] * len(local.region_bytes), [0] * len(remote.region_bytes)
     return Plan(tuple(groups), rank, zeros if bases is None else bases, devices)
-
-
-def _plan_group(where: str, local: Group, remote: Group) -> GroupPlan:
-    if local.state != remote.state:
-        raise MetadataError(f"{where}: one side keeps a recurrent state, the other keeps tokens")
-    _check_of_page(where, local, remote)
-    return GroupPlan(where, local, remote, common(where, local.boxes, remote.boxes))
 
 
 def _check_of_page(where: str, local: Group, remote: Group) -> None:

@@ -140,7 +140,8 @@ class PageAsks:
                 del self._open[ask.query.ask_id]
             elif now >= ask.deadline:
                 missing = ask.waits_for or "its answer"
-                self._tell(ask, error=f"engine {ask.place[1]!r} at {ask.place[0]}: waited in vain for {missing}")
+                error = f"engine {ask.place[1]!r} at {ask.place[0]}: waited in vain for {missing}"
+                self._happened.append((ask.replica, Lent(ask.key, None, None, error)))
                 ask.is_told, ask.deadline = True, now + _LATE_S
             elif now >= ask.at:
                 self._send(ask)
@@ -233,11 +234,6 @@ class PageAsks:
     ) -> None:
         del self._open[ask.query.ask_id]
         if not ask.is_told:
-            self._tell(ask, source, table, error)
+            self._happened.append((ask.replica, Lent(ask.key, source, table, error)))
         elif source is not None:
             self._give_back(ask.replica, source, f"{ask.query.reader} no longer waits for these pages")
-
-    def _tell(
-        self, ask: _Question, source: Source | None = None, table: BlockTable | None = None, error: str = ""
-    ) -> None:
-        self._happened.append((ask.replica, Lent(ask.key, source, table, error)))

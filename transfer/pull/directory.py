@@ -22,7 +22,7 @@ from transfer.pull.rank import RankTransfer
 from transfer.pull.remote import RemoteEngine
 from transfer.pull.source import Place
 from transfer.wire.handshake import HandshakeClient
-from transfer.wire.messages import Answer, MetadataReply, Pong, RankMetadata, open_rank
+from transfer.wire.messages import Answer, MetadataReply, Pong, open_rank
 
 _UNKNOWN = (
     "no key authenticates its metadata, and no process of this user on this host confirms it as its own; "
@@ -31,12 +31,19 @@ _UNKNOWN = (
 
 
 class Times(NamedTuple):
-    """Time limits in seconds; see `ReplicaTransfer`."""
+    """Time limits in seconds.
 
-    handshake: float
-    heartbeat: float
-    dead_after: float
-    idle: float
+    Attributes:
+        handshake_timeout_s: time that a source may take to answer.
+        heartbeat_s: interval between pings to a source that is being read.
+        dead_after_s: how long a source may be silent after a ping.
+        idle_s: how long a source is remembered without a pull.
+    """
+
+    handshake_timeout_s: float = 5.0
+    heartbeat_s: float = 1.0
+    dead_after_s: float = 5.0
+    idle_s: float = 3600.0
 
 
 class _Candidate(NamedTuple):
@@ -130,7 +137,7 @@ class Directory:
             if self._peers.get(place) is peer:
                 self._on_metadata(peer, answer)
 
-        self._client.ask_metadata(*place, self._compatibility, done, self._times.handshake)
+        self._client.ask_metadata(*place, self._compatibility, done, self._times.handshake_timeout_s)
 
     def add(self, address: str, ranks: Sequence[bytes]) -> str:
         """Loads an engine whose metadata did not arrive through the handshake. Returns its id.
@@ -143,7 +150,11 @@ class Directory:
             TransferError: the metadata is damaged or does not fit, or neither a key nor a process vouches for it.
                 Nothing stays loaded.
         """
-        first, remotes = self._open(address, ranks)
+        if not ranks:
+            raise MetadataError(f"{address}: got the metadata of 0 ranks; an engine has at least one")
+        first = open_rank(ranks[0], self._ranks[0].identity.key)
+        start = first.engine_id, first.incarnation
+        remotes = [] if self._is_loaded(*start) else self._inspect(ranks, *start)
         if remotes and not self._has_key and not _is_vouched(remotes[0]):
             raise HandshakeError(f"engine {first.engine_id!r} at {address}: {_UNKNOWN}")
         peer = Peer((address, first.engine_id), used=self._clock(), heard=self._clock())
@@ -153,17 +164,6 @@ class Directory:
         self._peers[peer.place] = peer
         self._on_ready(peer)
         return first.engine_id
-
-    def _open(self, address: str, ranks: Sequence[bytes]) -> tuple[RankMetadata, list[RemoteEngine]]:
-        """Returns the metadata of the engine's first rank, and a `RemoteEngine` for each local rank.
-
-        The list is empty if the engine is already loaded.
-        """
-        if not ranks:
-            raise MetadataError(f"{address}: got the metadata of 0 ranks; an engine has at least one")
-        first = open_rank(ranks[0], self._ranks[0].identity.key)
-        start = (first.engine_id, first.incarnation)
-        return first, [] if self._is_loaded(*start) else self._inspect(ranks, *start)
 
     def _inspect(self, ranks: Sequence[bytes], engine_id: str, incarnation: str) -> list[RemoteEngine]:
         return [rank.inspect(ranks, (engine_id, incarnation)) for rank in self._ranks]
@@ -259,7 +259,7 @@ class Directory:
         now = self._clock()
         if now < self._next_watch:
             return
-        self._next_watch = now + self._times.heartbeat / 4
+        self._next_watch = now + self._times.heartbeat_s / 4
         used = busy()
         for place, peer in list(self._peers.items()):
             if place in used:
@@ -267,11 +267,11 @@ class Directory:
             if peer.connecting:
                 continue
             if place not in used:
-                if now - peer.used > self._times.idle:
+                if now - peer.used > self._times.idle_s:
                     self._forget(peer, _gone("idle"))
             elif peer.incarnation and not self._is_connected(peer):
                 self._forget(peer, _gone(f"engine {place[1]!r} was lost"))
-            elif now - max(peer.heard, peer.asked) > self._times.heartbeat:
+            elif now - max(peer.heard, peer.asked) > self._times.heartbeat_s:
                 self._ping(peer)
 
     def check(self, place: Place) -> None:
@@ -297,7 +297,7 @@ class Directory:
                 peer.heard = self._clock()
                 self._on_alive(peer)
 
-        self._client.ping(*peer.place, done, self._times.dead_after)
+        self._client.ping(*peer.place, done, self._times.dead_after_s)
 
     def _forget(self, peer: Peer, failure: Failure) -> None:
         """Forgets an engine and all that was learnt from it. The next request asks for its metadata again."""

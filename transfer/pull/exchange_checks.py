@@ -12,12 +12,12 @@ from kvcache.arguments import flag, integer, number, of_kind, shown
 from kvcache.errors import InvalidRequestError, KVCacheError
 from kvcache.replica.block_table import PageDigests
 from transfer.errors import InvalidEngineError, InvalidLeaseError
+from transfer.pull.directory import Times
 from transfer.pull.lease import LeaseRef
 from transfer.pull.source import Source
 
 _MOST_NAME = 240  # in characters; engine ids, which add a slash and a number, have at most 256
 _OF_MANAGER = ("num_replicas", "layouts", "layer_tables", "device_tensors", "further_groups", "lease", "copier")
-_SECONDS = ("handshake_timeout_s", "heartbeat_s", "dead_after_s", "idle_s")
 
 
 def check_text(name: str, value: object, error: type[KVCacheError] = InvalidRequestError) -> None:
@@ -65,8 +65,8 @@ def _check_replica_options(name: str, given: Any) -> None:
     for option, value in options.items():
         if option == "timed":
             flag(f"{name}['timed']", value, InvalidEngineError)
-        elif option not in _SECONDS:
-            known = ", ".join((*_SECONDS, "timed"))
+        elif option not in Times._fields:
+            known = ", ".join((*Times._fields, "timed"))
             raise InvalidEngineError(f"{name} has {shown(option)}, which is no option: the options are {known}")
         elif number(f"{name}[{option!r}]", value, error=InvalidEngineError) <= 0:
             raise InvalidEngineError(f"{name}[{option!r}] is {value}: more than 0 seconds are needed")

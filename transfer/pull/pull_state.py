@@ -26,7 +26,6 @@ The pause doubles each time.
 """
 # Default factories. Calling an alias such as `list[int]` takes 1 µs, and a pull has eight of these fields.
 _LIST = cast("Callable[[], list[Any]]", list)
-_SET = cast("Callable[[], set[Any]]", set)
 _DEQUE = cast("Callable[[], deque[Any]]", deque)
 
 

@@ -93,12 +93,9 @@ class ReplicaTransfer:
     Args:
         ranks: local ranks of one engine, in order.
         client: asks sources for their metadata.
-        handshake_timeout_s: time that a source may take to answer.
-        heartbeat_s: interval between pings to a source that is being read.
-        dead_after_s: how long a source may be silent after a ping.
-        idle_s: how long a source is remembered without a pull.
         timed: whether the events of successful pulls carry the times of their last fence.
         clock: a monotonic clock, in seconds.
+        times: fields of `Times`, the time limits.
 
     Attributes:
         events: events in order. The owner removes them.
@@ -112,12 +109,9 @@ class ReplicaTransfer:
         ranks: Sequence[RankTransfer],
         client: HandshakeClient,
         *,
-        handshake_timeout_s: float = 5.0,
-        heartbeat_s: float = 1.0,
-        dead_after_s: float = 5.0,
-        idle_s: float = 3600.0,
         timed: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        **times: float,
     ) -> None:
         self.ranks = list(ranks)
         self.events: deque[Event] = deque()
@@ -131,8 +125,8 @@ class ReplicaTransfer:
         self._due: list[tuple[float, str]] = []
         self._refusals = itertools.count()
         self.leases = LeaseBook([rank.words for rank in self.ranks], clock)
-        self._times = times = Times(handshake_timeout_s, heartbeat_s, dead_after_s, idle_s)
-        self.directory = Directory(self.ranks, client, times, clock, self._start_all, self._fail_all)
+        self._times = Times(**times)
+        self.directory = Directory(self.ranks, client, self._times, clock, self._start_all, self._fail_all)
         self._page_bytes = _page_bytes(self.ranks)
         self._reads_expected = 0  # how many times a reader may have begun to read under a lease
         self._needs_polls = reaches_other_hosts(effective_settings(self.ranks[0].memory_type))
@@ -157,19 +151,17 @@ class ReplicaTransfer:
         engine's block manager does that. For pages of a `PagedKVCacheManager`, use `PageExchange.offer`; the manager
         itself then holds them.
         """
-        request_id, lease, engines, pages, running = offer
+        request_id, (lease_id, slot, duration_s), engines, pages, running = offer
+        failure = ""
         try:
             if pages is not None:
                 for rank in self.ranks:
                     rank.seal(pages)
-            self.leases.grant(
-                lease.lease_id, request_id, lease.slot, lease.duration_s, engines=engines, running=running
-            )
+            self.leases.grant(lease_id, request_id, slot, duration_s, engines=engines, running=running)
+            self._reads_expected += not running
         except TransferError as error:
-            self.events.append(Offered(request_id, lease.lease_id, str(error)))
-            return
-        self._reads_expected += not running
-        self.events.append(Offered(request_id, lease.lease_id, ""))
+            failure = str(error)
+        self.events.append(Offered(request_id, lease_id, failure))
 
     def start_clock(self, lease_id: int) -> None:
         """Starts the clock of a lease whose request is computed.
@@ -315,7 +307,7 @@ class ReplicaTransfer:
             if self._pulls.get(key) is pull and not pull.error:
                 self._on_answer(key, wanted, answer)
 
-        self._client.ask_leased(wanted, done, self._times.handshake)
+        self._client.ask_leased(wanted, done, self._times.handshake_timeout_s)
 
     def _on_answer(self, key: str, wanted: Wanted, answer: Answer | TransferError) -> None:
         pull, where = self._pulls[key], f"request {key!r}"
