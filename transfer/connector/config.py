@@ -15,15 +15,7 @@ import msgspec
 from kvcache.arguments import integer, shown
 from kvcache.arguments import number as finite
 from transfer.errors import InvalidEngineError, InvalidTransferError
-from transfer.plan.shapes import (
-    BLOCKS_FIRST_HND,
-    BLOCKS_FIRST_NHD,
-    LATENT,
-    PACKED_HND,
-    PACKED_NHD,
-    SPLIT_HND,
-    SPLIT_NHD,
-)
+from transfer.plan import shapes
 from transfer.wire.allowed_peers import AllowedPeers
 from transfer.wire.messages import PROTOCOL
 from transfer.wire.secret import fleet_keys
@@ -31,17 +23,17 @@ from transfer.wire.secret import fleet_keys
 Kind: TypeAlias = Literal["full", "sliding_window", "mla", "mamba"]
 
 LAYOUTS = {
-    "NHD": SPLIT_NHD,
-    "HND": SPLIT_HND,
-    "blocks-first": BLOCKS_FIRST_NHD,
-    "blocks-first-HND": BLOCKS_FIRST_HND,
-    "packed": PACKED_HND,
-    "packed-NHD": PACKED_NHD,
-    "mla": LATENT,
+    "NHD": shapes.SPLIT_NHD,
+    "HND": shapes.SPLIT_HND,
+    "blocks-first": shapes.BLOCKS_FIRST_NHD,
+    "blocks-first-HND": shapes.BLOCKS_FIRST_HND,
+    "packed": shapes.PACKED_HND,
+    "packed-NHD": shapes.PACKED_NHD,
+    "mla": shapes.LATENT,
     # vLLM 0.33's names for layouts: the axes in memory order. L is layers, B blocks, H heads, N tokens, and C the
     # content of keys and values.
-    "LBHNC": PACKED_HND,
-    "LBNHC": PACKED_NHD,
+    "LBHNC": shapes.PACKED_HND,
+    "LBNHC": shapes.PACKED_NHD,
     "LHBNC": "head,page,token,side,dim",
     "BLHNC": "page,layer,head,token,side,dim",
     "BLNHC": "page,layer,token,head,side,dim",
@@ -360,7 +352,7 @@ def _faults_of_group(group: GroupConfig) -> Iterator[str]:
     if not group.is_state and group.head_dim < 1:
         yield f"head_dim is {group.head_dim}: 1 or more is needed"
     if not group.is_state and not {"page", "token"} <= set(group.axes.split(",")) <= _AXES:
-        yield f"layout is {group.layout!r}: one of {', '.join(LAYOUTS)} is needed, or axes such as {SPLIT_HND!r}"
+        yield f"layout is {group.layout!r}: one of {', '.join(LAYOUTS)} is needed, or axes such as {shapes.SPLIT_HND!r}"
     if group.is_state != bool(group.state):
         yield f"state has {len(group.state)} parts with kind {group.kind!r}: 'mamba' needs parts, others need none"
     for part in group.state:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -33,24 +33,13 @@ _PROGRAM = Path(__file__).with_name("object_store.py")
 _START_S = 30.0
 _SHOWN = 400  # in bytes: how much of the process's error output an error shows
 _T = TypeVar("_T")
+_Range: TypeAlias = tuple[str, int, int, int]
+"""Key, offset, start and size, as in `kvcache.types.ObjectRange`."""
 
 
 class _Store(NamedTuple):
     process: subprocess.Popen[bytes]
     channel: socket.socket
-
-
-class _Range(Protocol):
-    """Has the fields of `kvcache.types.ObjectRange`."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -133,8 +122,8 @@ class NixlObjectIO:
             process.process.kill()
             process.process.wait()
 
-    def _rows(self, ranges: Sequence[_Range]) -> list[tuple[str, int, int, int]]:
-        return [(self._prefix + one.key, one.offset, one.start, one.size) for one in ranges]
+    def _rows(self, ranges: Sequence[_Range]) -> list[_Range]:
+        return [(self._prefix + key, offset, start, size) for key, offset, start, size in ranges]
 
     def _ask(self, question: dict[str, object], answer: type[_T]) -> _T:
         """Sends one question to the process and returns its answer.

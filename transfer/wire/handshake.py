@@ -26,31 +26,13 @@ import zmq
 
 from kvcache.sockets import Limits, keep_alive, listening
 from transfer.errors import HandshakeError, MetadataError, TransferError
+from transfer.wire import messages as msg
 from transfer.wire.allowed_peers import AllowedPeers
 from transfer.wire.keys import Throttle
-from transfer.wire.messages import (
-    MAX_DIGEST_BYTES,
-    MAX_METADATA_BYTES,
-    MAX_RANKS,
-    Answer,
-    ContentQuery,
-    LeaseQuery,
-    LeaseReply,
-    MetadataQuery,
-    MetadataReply,
-    Ping,
-    Pong,
-    Query,
-    QueryRefusal,
-    Wanted,
-    decode_answer,
-    decode_query,
-    encode_message,
-)
 
 log = logging.getLogger("pagewire.handshake")
 
-MAX_QUERY_BYTES = MAX_DIGEST_BYTES + (1 << 16)
+MAX_QUERY_BYTES = msg.MAX_DIGEST_BYTES + (1 << 16)
 _BATCH = 64
 # The most metadata queries and pings per second that one sender may make. An engine asks a source for metadata once and
 # pings it once a second, but a host may run many engines.
@@ -69,7 +51,7 @@ _LEASES_PER_S = 4000
 # frame before each query, and a reader asks for all its ranks over one connection.
 _LIMITS = Limits(message_bytes=MAX_QUERY_BYTES, per_second=4 * _LEASES_PER_S)
 
-Done: TypeAlias = "Callable[[Answer | TransferError], None]"
+Done: TypeAlias = "Callable[[msg.Answer | TransferError], None]"
 QueryOutcome = Literal["answered", "refused", "malformed", "throttled", "failed"]
 
 
@@ -96,8 +78,8 @@ class EngineCard:
     incarnation: str
     ranks: tuple[bytes, ...]
     compatibility: Mapping[str, str] = field(default_factory=dict[str, str])
-    leased: Callable[[LeaseQuery], LeaseReply] | None = None
-    lent: Callable[[ContentQuery], LeaseReply] | None = None
+    leased: Callable[[msg.LeaseQuery], msg.LeaseReply] | None = None
+    lent: Callable[[msg.ContentQuery], msg.LeaseReply] | None = None
 
 
 def differences(
@@ -127,7 +109,7 @@ class _HeldQuery(NamedTuple):
     """
 
     envelope: list[bytes]
-    query: ContentQuery
+    query: msg.ContentQuery
     until: float
 
 
@@ -233,58 +215,58 @@ class HandshakeServer:
         if rest and not rest[0]:
             rest = rest[1:]  # a REQ socket puts an empty frame first, and expects it back
             envelope = [identity, b""]
-        query: Query | QueryRefusal
+        query: msg.Query | msg.QueryRefusal
         try:
-            query = decode_query(rest[0]) if len(rest) == 1 else _refusal(f"{len(rest)} frames, 1 is expected")
+            query = msg.decode_query(rest[0]) if len(rest) == 1 else _refusal(f"{len(rest)} frames, 1 is expected")
         except MetadataError as error:
             query = _refusal(str(error)[:500])
-        throttle = self._lease_throttle if isinstance(query, LeaseQuery | ContentQuery) else self._throttle
+        throttle = self._lease_throttle if isinstance(query, msg.LeaseQuery | msg.ContentQuery) else self._throttle
         if not throttle.admits(identity):
             self.counts["throttled"] += 1  # the query gets no answer, because the peer asks too often
             return
-        if isinstance(query, QueryRefusal):
+        if isinstance(query, msg.QueryRefusal):
             self.counts["malformed"] += 1
-        answer = query if isinstance(query, QueryRefusal) else self._answer_to(query)
-        if isinstance(query, ContentQuery) and _is_waiting(answer) and len(self._held) < _MOST_HELD:
+        answer = query if isinstance(query, msg.QueryRefusal) else self._answer_to(query)
+        if isinstance(query, msg.ContentQuery) and _is_waiting(answer) and len(self._held) < _MOST_HELD:
             held = _HeldQuery(envelope, msgspec.structs.replace(query, digests=b""), time.monotonic() + _HOLD_S)
             self._held[identity, query.query_id] = held
         else:
             self._say(envelope, answer)
 
-    def _say(self, envelope: list[bytes], answer: Answer) -> None:
-        self.counts["refused" if isinstance(answer, QueryRefusal) else "answered"] += 1
-        self._socket.send_multipart([*envelope, encode_message(answer)], zmq.NOBLOCK)
+    def _say(self, envelope: list[bytes], answer: msg.Answer) -> None:
+        self.counts["refused" if isinstance(answer, msg.QueryRefusal) else "answered"] += 1
+        self._socket.send_multipart([*envelope, msg.encode_message(answer)], zmq.NOBLOCK)
 
-    def _answer_to(self, query: Query) -> Answer:
+    def _answer_to(self, query: msg.Query) -> msg.Answer:
         cards = self._cards
         engine_id = query.engine_id
         card = cards.get(engine_id) or (next(iter(cards.values())) if cards and not engine_id else None)
         if card is None:
             return _refusal(f"engine {engine_id[:100]!r} is not here: {sorted(cards)[:8]}", query.query_id)
-        if isinstance(query, Ping):
-            return Pong(query_id=query.query_id, engine_id=card.engine_id, incarnation=card.incarnation)
-        if isinstance(query, LeaseQuery):
+        if isinstance(query, msg.Ping):
+            return msg.Pong(query_id=query.query_id, engine_id=card.engine_id, incarnation=card.incarnation)
+        if isinstance(query, msg.LeaseQuery):
             if card.leased is None:
                 reason = "answers no lease queries: its readers learn of leases in other messages"
                 return _refusal(f"engine {card.engine_id!r} {reason}", query.query_id)
             return card.leased(query)
         if differ := differences(query.compatibility, card.compatibility):
             return _refusal(f"engine {card.engine_id!r} is not compatible: {differ[:2000]}", query.query_id)
-        if isinstance(query, ContentQuery):
+        if isinstance(query, msg.ContentQuery):
             if card.lent is None:
                 return _refusal(f"engine {card.engine_id!r} lends no pages by content", query.query_id)
             return card.lent(query)
-        return MetadataReply(
+        return msg.MetadataReply(
             query_id=query.query_id, engine_id=card.engine_id, incarnation=card.incarnation, ranks=card.ranks
         )
 
 
-def _is_waiting(answer: Answer) -> bool:
-    return isinstance(answer, LeaseReply) and bool(answer.waits_for) and not (answer.pages or answer.error)
+def _is_waiting(answer: msg.Answer) -> bool:
+    return isinstance(answer, msg.LeaseReply) and bool(answer.waits_for) and not (answer.pages or answer.error)
 
 
-def _refusal(reason: str, query_id: int = -1) -> QueryRefusal:
-    return QueryRefusal(query_id=query_id, reason=reason)
+def _refusal(reason: str, query_id: int = -1) -> msg.QueryRefusal:
+    return msg.QueryRefusal(query_id=query_id, reason=reason)
 
 
 @dataclass(slots=True)
@@ -327,26 +309,26 @@ class HandshakeClient:
         self, address: str, engine_id: str, compatibility: Mapping[str, str], done: Done, timeout_s: float = 5.0
     ) -> None:
         """Asks the engine at a ZMQ address for its ranks. `done` gets a `MetadataReply`, or the error."""
-        query = MetadataQuery(query_id=next(self._ids), engine_id=engine_id, compatibility=dict(compatibility))
+        query = msg.MetadataQuery(query_id=next(self._ids), engine_id=engine_id, compatibility=dict(compatibility))
         self._ask(address, query, done, timeout_s)
 
-    def ask_leased(self, wanted: Wanted, done: Done, timeout_s: float = 5.0) -> None:
+    def ask_leased(self, wanted: msg.Wanted, done: Done, timeout_s: float = 5.0) -> None:
         """Asks an engine which pages a lease holds. `done` gets a `LeaseReply`, or the error."""
         _, engine_id, lease_id, num_tokens, _ = wanted
-        query = LeaseQuery(query_id=next(self._ids), engine_id=engine_id, lease_id=lease_id, num_tokens=num_tokens)
+        query = msg.LeaseQuery(query_id=next(self._ids), engine_id=engine_id, lease_id=lease_id, num_tokens=num_tokens)
         self._ask(wanted.address, query, done, timeout_s)
 
-    def ask_content(self, address: str, query: ContentQuery, done: Done, timeout_s: float = 5.0) -> None:
+    def ask_content(self, address: str, query: msg.ContentQuery, done: Done, timeout_s: float = 5.0) -> None:
         """Asks an engine for pages by content digest. `done` gets a `LeaseReply`, or the error."""
         self._ask(address, msgspec.structs.replace(query, query_id=next(self._ids)), done, timeout_s)
 
     def ping(self, address: str, engine_id: str, done: Done, timeout_s: float = 2.0) -> None:
         """Asks the engine at a ZMQ address for a sign of life. `done` gets a `Pong`, or the error."""
-        self._ask(address, Ping(query_id=next(self._ids), engine_id=engine_id), done, timeout_s)
+        self._ask(address, msg.Ping(query_id=next(self._ids), engine_id=engine_id), done, timeout_s)
 
-    def _ask(self, address: str, query: Query, done: Done, timeout_s: float) -> None:
+    def _ask(self, address: str, query: msg.Query, done: Done, timeout_s: float) -> None:
         now = self._clock()
-        asked = _Asked(address, encode_message(query), timeout_s, now, now + timeout_s, done)
+        asked = _Asked(address, msg.encode_message(query), timeout_s, now, now + timeout_s, done)
         self._asked[query.query_id] = asked
         try:
             self._allowed.check(address)
@@ -369,7 +351,7 @@ class HandshakeClient:
         if (socket := self._sockets.get(address)) is None:
             socket = _context().socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_METADATA_BYTES + (1 << 16))
+            socket.setsockopt(zmq.MAXMSGSIZE, msg.MAX_METADATA_BYTES + (1 << 16))
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             # A socket with this option accepts a message only while its peer is connected. A send that succeeds
             # therefore proves that the peer was reached.
@@ -426,7 +408,7 @@ class HandshakeClient:
 
     def _deliver(self, address: str, data: bytes) -> None:
         try:
-            answer = decode_answer(data)
+            answer = msg.decode_answer(data)
         except MetadataError as error:
             log.warning("dropped a handshake answer that could not be read: %s", error)
             return
@@ -434,12 +416,11 @@ class HandshakeClient:
         if asked is None or asked.address != address:
             return  # a late answer, or one from a peer that was not asked
         del self._asked[answer.query_id]
-        if isinstance(answer, QueryRefusal):
+        if isinstance(answer, msg.QueryRefusal):
             asked.done(HandshakeError(f"{asked.address} refuses: {answer.reason}"))
-        elif isinstance(answer, MetadataReply) and not 0 < len(answer.ranks) <= MAX_RANKS:
-            asked.done(
-                HandshakeError(f"{asked.address} answers for {len(answer.ranks)} ranks; 1 to {MAX_RANKS} are allowed")
-            )
+        elif isinstance(answer, msg.MetadataReply) and not 0 < len(answer.ranks) <= msg.MAX_RANKS:
+            many = f"{asked.address} answers for {len(answer.ranks)} ranks; 1 to {msg.MAX_RANKS} are allowed"
+            asked.done(HandshakeError(many))
         else:
             asked.done(answer)
 
