@@ -13,6 +13,7 @@ real fleet.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import secrets
 import time
@@ -54,7 +55,7 @@ class Pair:
             self.managers[0].step([computed])
         self.context = TextContext(tokens, len(tokens) + 1, "asked")
         self.wire: list[int] = []  # bytes of questions and answers
-        lent = self.source.lending.of[0].answer
+        lent = functools.partial(self.source.lending.answer, 0)
 
         def counted(query: ContentQuery) -> LeaseReply:
             reply = lent(query)
@@ -187,7 +188,7 @@ def _allocated(act: Callable[[], object]) -> int:
 def kept(pages: int) -> list[Row]:
     """The bytes that the source keeps for a waiting question, for its lease, and for that lease after it has ended."""
     with pair(pages, KEPT) as it:
-        lender, wanted = it.source.lending.of[0], it.wanted
+        lender, wanted = it.source.lending, it.wanted
         template = ContentQuery(
             query_id=0,
             engine_id=it.source.engine_id(0),
@@ -202,7 +203,7 @@ def kept(pages: int) -> list[Row]:
         def ask() -> None:
             for _ in range(KEPT):
                 digests = bytes(bytearray(wanted.digests))  # a copy, as a message would bring
-                lender.answer(replace(template, ask_id=secrets.randbits(63), digests=digests))
+                lender.answer(0, replace(template, ask_id=secrets.randbits(63), digests=digests))
 
         def grant() -> None:
             until(lambda: not lender.is_asked, it.source.poll)

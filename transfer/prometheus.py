@@ -44,7 +44,7 @@ def _queries(owner: PageExchange) -> Iterator[Sample]:
 
 
 def _lent(owner: PageExchange) -> Iterator[Sample]:
-    return (((replica,), lender.pages_lent) for replica, lender in enumerate(owner.lending.of))
+    return (((replica,), pages) for replica, pages in enumerate(owner.lending.lent_by_replica))
 
 
 FAMILIES = (

@@ -18,7 +18,7 @@ from scheduler_adapters.service.program import die_with_parent
 from scheduler_adapters.service.pull_or_compute import PullOrCompute
 from scheduler_adapters.service.requests import TrackedRequest
 from transfer.pull.exchange import PageExchange
-from transfer.pull.lending import PageLender
+from transfer.pull.lending import PageLending
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,8 +42,8 @@ def main(arguments: Sequence[str]) -> int:
         look(phase)
 
     TrackedRequest.move = move_and_look  # type: ignore[method-assign]
-    moments = {"ask": (PageExchange, "fetching"), "pull": (PageExchange, "pulling"), "_lend": (PageLender, "asked")}
-    for name, (owner, phase) in {**moments, "settle": (PageLender, "lent")}.items():
+    moments = {"ask": (PageExchange, "fetching"), "pull": (PageExchange, "pulling"), "_lend": (PageLending, "asked")}
+    for name, (owner, phase) in {**moments, "settle": (PageLending, "lent")}.items():
         setattr(owner, name, then(getattr(owner, name), look, phase))
     PullOrCompute.pays = lambda *_: True  # type: ignore[method-assign]
     return server.main()

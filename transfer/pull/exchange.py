@@ -33,7 +33,7 @@ from transfer.pull.exchange_checks import (
     check_text,
 )
 from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS, LeaseRef, LeaseSlots, new_lease_id
-from transfer.pull.lending import LENT_S, PageLender, PageLending
+from transfer.pull.lending import LENT_S, PageLending
 from transfer.pull.page_owner import PageOwner, PendingPages
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, new_incarnation
@@ -160,11 +160,9 @@ class PageExchange:
         ask = None if keyring is None else keyring.secure_client
         self.cards: list[EngineCard] = []
         self.bell = Bell()
-        lenders = [
-            PageLender(manager, replica, self._grant_lent, self.bell.ring, share=lend, key=self._key, seals=self._seals)
-            for replica in range(manager.num_replicas)
-        ]
-        self.lending = PageLending(lenders)
+        self.lending = PageLending(
+            manager, self._grant_lent, self.bell.ring, share=lend, key=self._key, seals=self._seals
+        )
         told = kv_kind(manager.layouts), len(tables.tables), tables.kinds_named, len(manager.further_groups[0])
         asker = HandshakeClient(ask, allowed=allowed)
         self._asks = PageAsks(asker, name, self._key, agreed, *told, give_back=self.refuse)
@@ -195,7 +193,7 @@ class PageExchange:
         self._lent_slots.append(LeaseSlots(range(LEASE_SLOTS, LEASE_SLOTS + LENT_SLOTS)))
         self._leases.append({})
         sealed = tuple(rank.metadata for rank in ranks)
-        lent = self.lending.of[replica].answer
+        lent = partial(self.lending.answer, replica)
         self.cards.append(EngineCard(self._names[replica], self.incarnation, sealed, compatibility, lent=lent))
 
     def _make_ranks(self, ranks: list[RankTransfer], replica: int, compatibility: Mapping[str, str]) -> None:
@@ -519,7 +517,7 @@ class PageExchange:
                 proof = self._end_copy(replica, event) if event.safe else None
             elif isinstance(event, LeaseOver) or event.error:
                 self._end_lease(replica, event.lease_id)
-            if not isinstance(event, PullEvent) and self.lending.of[replica].settle(event):
+            if not isinstance(event, PullEvent) and self.lending.settle(event):
                 continue
             found.append(ExchangeEvent(replica, event, proof))
         return found

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -33,8 +32,8 @@ Returns None if every lease slot is taken.
 """
 
 LENT_S = 10.0  # in seconds: duration of a lease. It is short, because its reader is waiting and renews it
-_KNOWN = 4096  # the most questions whose answers are kept
-_MOST_ASKED = 64  # the most questions that wait for the loop; each may have half a MiB of digests
+_KNOWN = 4096  # the most questions to a replica whose answers are kept
+_MOST_ASKED = 64  # the most questions to a replica that wait for the loop; each may have half a MiB of digests
 _MOST_OF_ONE = 32  # the most questions of one reader that wait for the loop
 _LOAD_S = 0.25  # in seconds; pages that take longer to load from a lower tier are left out
 _LOADING = LeaseReply(query_id=0, waits_for="its pages to come from a lower tier")
@@ -47,6 +46,7 @@ class _LentPages(NamedTuple):
     """Leased pages, the question that asked for them, and its answer once the lease is granted.
 
     Attributes:
+        replica: index of the replica.
         ask_id: id of the question.
         asker: id of the reading process.
         pages: the ids of the token pages, and the negated ids of the state pages.
@@ -54,6 +54,7 @@ class _LentPages(NamedTuple):
         answer: the sealed answer.
     """
 
+    replica: int
     ask_id: int
     asker: str
     pages: frozenset[int]
@@ -61,27 +62,26 @@ class _LentPages(NamedTuple):
     answer: bytes
 
 
-class PageLender:
-    """Leases pages of one replica to readers that ask for them by digest.
+class PageLending:
+    """Leases pages of a manager's replicas to readers that ask for them by digest.
 
     Any thread may call `answer`. Only the serving loop may make the other calls. For each question, `ring` is called on
     the handshake server's thread; it must make the serving loop call `poll`. `grant` requests a lease. `key` is the key
     of the digests that authenticate the answers, and `seals` makes the seals of lent tables.
 
-    Requests of this process take precedence over readers. Therefore at most the fraction `share` of the token pages is
-    leased to readers at the same time, and at most this fraction of the pages for recurrent states. Beyond the limit, a
-    reader gets fewer pages than it asks for. Leases by digest have lease words of their own. A reader gets each page
-    under only one lease at a time.
+    Requests of this process take precedence over readers. Therefore at most the fraction `share` of a replica's token
+    pages is leased to readers at the same time, and at most this fraction of its pages for recurrent states. Beyond the
+    limit, a reader gets fewer pages than it asks for. Leases by digest have lease words of their own. A reader gets
+    each page under only one lease at a time.
 
     Attributes:
-        pages_lent: number of pages leased so far, including state pages. A page counts each time that it is leased.
-        has_answers: whether a question got its final answer; the owner resets it.
+        lent_by_replica: for each replica, the number of pages leased so far, including state pages. A page counts each
+            time that it is leased.
     """
 
     def __init__(
         self,
         manager: PageOwner,
-        replica: int,
         grant: Grant,
         ring: Callable[[], None],
         *,
@@ -89,27 +89,27 @@ class PageLender:
         key: bytes,
         seals: TableSeals,
     ) -> None:
-        self.pages_lent = 0
-        self.has_answers = False
+        self.lent_by_replica = [0] * manager.num_replicas
         self._manager = manager
-        self._replica = replica
         self._grant = grant
         self._ring = ring
         self._most = int(share * (manager.total_num_pages // manager.num_replicas))
         # Each lease takes one page of every further group, so the smallest of these groups limits the number of leases.
-        self._most_leases = min(
-            (int(share * group.num_pages) for group in manager.further_groups[replica]), default=LENT_SLOTS
-        )
+        self._most_leases = [
+            min((int(share * group.num_pages) for group in groups), default=LENT_SLOTS)
+            for groups in manager.further_groups
+        ]
         self._key, self._seals = key, seals
         self._kind, self._tables = kv_kind(manager.layouts), len(manager.layer_tables.tables)
         self._lent: dict[int, _LentPages] = {}  # by lease id
-        self._lent_to: dict[str, set[int]] = {}  # by reader: the pages that it has under leases
+        self._lent_to: dict[tuple[int, str], set[int]] = {}  # by replica and reader: the pages that it has under leases
         self._granting: set[int] = set()  # leases that are not granted yet
+        self._has_answers = False  # whether a question has got its final answer since the last `take_answers`
         self._lock = threading.Lock()  # protects the next three fields
-        self._asked: deque[ContentQuery] = deque()
+        self._asked: deque[tuple[int, ContentQuery]] = deque()  # each question with its replica, as below
         # Questions whose pages must be loaded from a lower tier first, or are still leased to the same reader. Each
         # question has a time limit.
-        self._loading: list[tuple[ContentQuery, float]] = []
+        self._loading: list[tuple[int, ContentQuery, float]] = []
         self._answers: OrderedDict[int, LeaseReply] = OrderedDict()  # the latest answers, by question
 
     @property
@@ -122,32 +122,43 @@ class PageLender:
         """The number of leases that are granted or requested."""
         return len(self._lent)
 
+    @property
+    def pages_lent(self) -> int:
+        """The number of pages leased so far to readers that asked for pages by digest."""
+        return sum(self.lent_by_replica)
+
+    def take_answers(self) -> bool:
+        """Whether a question got its final answer since the last call."""
+        has_answers, self._has_answers = self._has_answers, False
+        return has_answers
+
     def stop(self) -> None:
         """Lends no more pages."""
         self._most = 0
 
-    def answer(self, query: ContentQuery) -> LeaseReply:
-        """Returns the current answer to a reader's question, which may be new or repeated."""
+    def answer(self, replica: int, query: ContentQuery) -> LeaseReply:
+        """Returns the current answer to a reader's question to a replica, which may be new or repeated."""
         with self._lock:
             known = self._answers.get(query.ask_id)
-            if known is None and (most := self._too_many(query)):
+            if known is None and (most := self._too_many(replica, query)):
                 known = LeaseReply(query_id=0, error=f"{most} questions already wait for its serving loop")
             elif known is None and query.digests:
                 known = self._answers[query.ask_id] = _UNSEEN
-                self._asked.append(query)
+                self._asked.append((replica, query))
                 self._ring()
-                while len(self._answers) > _KNOWN:
+                while len(self._answers) > _KNOWN * len(self.lent_by_replica):
                     self._answers.popitem(last=False)
         if known is None:
             known = LeaseReply(query_id=0, error=f"its question {query.ask_id:#x} is unknown (it may have expired)")
         return LeaseReply(query_id=query.query_id, pages=known.pages, error=known.error, waits_for=known.waits_for)
 
-    def _too_many(self, query: ContentQuery) -> int:
-        """Returns the limit on waiting questions that this question would exceed, or 0.
+    def _too_many(self, replica: int, query: ContentQuery) -> int:
+        """Returns the limit on waiting questions to a replica that this question would exceed, or 0.
 
         One limit applies to the questions of all readers together, and another limit to the questions of each reader.
         """
-        waiting = [*self._asked, *(loading for loading, _ in self._loading)]
+        asked = (*self._asked, *(loading[:2] for loading in self._loading))
+        waiting = [query for at, query in asked if at == replica]
         if len(waiting) >= _MOST_ASKED:
             return _MOST_ASKED
         return _MOST_OF_ONE if sum(_asker(one) == _asker(query) for one in waiting) >= _MOST_OF_ONE else 0
@@ -158,10 +169,10 @@ class PageLender:
         self._loading = []
         while self._asked:
             with self._lock:
-                looked_for.append((self._asked.popleft(), now + _LOAD_S))
-        for query, until in looked_for:
+                looked_for.append((*self._asked.popleft(), now + _LOAD_S))
+        for replica, query, until in looked_for:
             try:
-                self._lend(query, until, now)
+                self._lend(replica, query, until, now)
             except KVCacheError as error:
                 self._say(query.ask_id, LeaseReply(query_id=0, error=str(error)))
 
@@ -175,25 +186,25 @@ class PageLender:
             self._say(lent.ask_id, LeaseReply(query_id=0, pages=lent.answer))
             return True
         del self._lent[event.lease_id]
-        left = self._lent_to[lent.asker]
+        left = self._lent_to[lent.replica, lent.asker]
         left -= lent.pages
         if not left:
-            del self._lent_to[lent.asker]
+            del self._lent_to[lent.replica, lent.asker]
         reason = event.error if isinstance(event, Offered) else f"its lease is over: {event.reason}"
         self._say(lent.ask_id, LeaseReply(query_id=0, error=reason))
         return True
 
-    def _lend(self, query: ContentQuery, until: float, now: float) -> None:
+    def _lend(self, replica: int, query: ContentQuery, until: float, now: float) -> None:
         if query.kind != self._kind:
             raise BlockTableMismatchError(
                 f"request {query.reader!r}: the reader's cache is {query.kind!a}, but this engine's is {self._kind!r}"
             )
-        most = self._most - sum(lent.size for lent in self._lent.values())
-        most = most if len(self._lent) < self._most_leases else 0
+        held = [lent.size for lent in self._lent.values() if lent.replica == replica]
+        most = self._most - sum(held) if len(held) < self._most_leases[replica] else 0
         wanted = PageDigests(query.page_size, query.hash_algorithm, query.digests, query.first_page)
-        place = query.reader, self._replica
+        place = query.reader, replica
         if now < until and self._manager.contents.bring(*place, wanted, most):
-            self._loading.append((query, until))
+            self._loading.append((replica, query, until))
             self._say(query.ask_id, _LOADING)
             return
         found = self._manager.contents.lease(*place, wanted, most)
@@ -203,10 +214,10 @@ class PageLender:
             of_tokens, beside = groups[: self._tables], groups[self._tables :]
             pages = frozenset((*chain(*of_tokens), *(-page for page in chain(*beside))))
             size = sum(map(len, of_tokens)) + self._manager.slab_pages
-            if not pages.isdisjoint(self._lent_to.get(asker, ())):
+            if not pages.isdisjoint(self._lent_to.get((replica, asker), ())):
                 self._manager.end_lease(found[0])
                 if now < until:
-                    self._loading.append((query, until))
+                    self._loading.append((replica, query, until))
                     self._say(query.ask_id, _LENT)
                     return
                 found = None
@@ -215,10 +226,10 @@ class PageLender:
             self._say(query.ask_id, LeaseReply(query_id=0, pages=self._sealed(query, None, None)))
             return
         answer = self._sealed(query, source, found[1])
-        self._lent[source.lease.lease_id] = _LentPages(query.ask_id, asker, pages, size, answer)
-        self._lent_to.setdefault(asker, set()).update(pages)
+        self._lent[source.lease.lease_id] = _LentPages(replica, query.ask_id, asker, pages, size, answer)
+        self._lent_to.setdefault((replica, asker), set()).update(pages)
         self._granting.add(source.lease.lease_id)
-        self.pages_lent += len(pages)
+        self.lent_by_replica[replica] += len(pages)
         self._say(query.ask_id, _GRANTING)
 
     def _sealed(self, query: ContentQuery, source: Source | None, table: BlockTable | None) -> bytes:
@@ -243,7 +254,7 @@ class PageLender:
             if ask_id in self._answers:
                 self._answers[ask_id] = reply
         if not reply.waits_for:
-            self.has_answers = True
+            self._has_answers = True
 
 
 def _asker(query: ContentQuery) -> str:
@@ -252,42 +263,3 @@ def _asker(query: ContentQuery) -> str:
     Readers of an earlier version send only a name, which includes the request.
     """
     return query.asker or query.reader
-
-
-@dataclass(frozen=True, slots=True)
-class PageLending:
-    """The lender of each replica of a manager."""
-
-    of: list[PageLender]
-
-    @property
-    def pages_lent(self) -> int:
-        """The number of pages leased so far to readers that asked for pages by digest."""
-        return sum(one.pages_lent for one in self.of)
-
-    @property
-    def num_leases(self) -> int:
-        """The number of leases, granted or requested, for readers that asked for pages by digest."""
-        return sum(one.num_leases for one in self.of)
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether a question waits for `poll`."""
-        return any(one.is_asked for one in self.of)
-
-    def take_answers(self) -> bool:
-        """Whether a question got its final answer since the last call."""
-        has_answers = any(one.has_answers for one in self.of)
-        for one in self.of:
-            one.has_answers = False
-        return has_answers
-
-    def stop(self) -> None:
-        """Lends no more pages."""
-        for one in self.of:
-            one.stop()
-
-    def poll(self) -> None:
-        """Looks up the pages that readers have asked for since the last call."""
-        for one in self.of:
-            one.poll()

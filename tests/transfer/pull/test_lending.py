@@ -287,23 +287,23 @@ def test_the_reader_is_told_of_a_load_and_what_is_late_makes_the_answer_shorter(
     source = below(side)
     mark = copied_beside(monkeypatch)
     monkeypatch.setattr(lending, "_LOAD_S", 0.3)
-    (lender,) = source.exchange.lending.of
+    lender = source.exchange.lending
     wanted = source.manager.contents.digests(TextContext(LONGER, 32, "mine"))
     first, second = question(0, 1, wanted.digests), question(0, 2, wanted.digests)
-    lender.answer(first)
+    lender.answer(0, first)
     source.poll()
     for _ in range(3):
-        assert lender.answer(first).waits_for == "its pages to come from a lower tier"
+        assert lender.answer(0, first).waits_for == "its pages to come from a lower tier"
         assert lender.is_asked  # A question waits, so the source's loop must not sleep.
         source.poll()
     assert source.manager.metrics.h2d_blocks_copied == 0  # A copy counts only after its end.
-    source.until(lambda: lender.answer(first).pages)
-    assert open_pages(lender.answer(first).pages, "p/0", None).num_tokens == 0
+    source.until(lambda: lender.answer(0, first).pages)
+    assert open_pages(lender.answer(0, first).pages, "p/0", None).num_tokens == 0
     assert not lender.is_asked
     mark.is_over = True
-    lender.answer(second)
-    source.until(lambda: lender.answer(second).pages)
-    assert open_pages(lender.answer(second).pages, "p/0", None).num_tokens == 16
+    lender.answer(0, second)
+    source.until(lambda: lender.answer(0, second).pages)
+    assert open_pages(lender.answer(0, second).pages, "p/0", None).num_tokens == 16
     assert source.manager.metrics.h2d_blocks_copied == 4  # The pages of the slow copy have arrived now.
 
 
@@ -378,7 +378,7 @@ def test_the_slab_of_a_lent_state_counts_as_lent(side: Any, monkeypatch: pytest.
     tail = asked(reader, source, context, "tail", wanted=reader.manager.contents.digests(context, 2))
     assert tail.table is not None
     assert tail.table.num_tokens == 16
-    most = source.exchange.lending.of[0]
+    most = source.exchange.lending
     assert sorted(one.size for one in most._lent.values()) == [2 + 3, 2 + 3]
 
 
@@ -517,7 +517,7 @@ def test_a_source_that_leases_other_pages_than_it_was_asked_for_is_not_read(side
     others = source.manager.contents.digests(TextContext(LONGER, 32, "theirs")).digests
 
     def mixed_up(query: ContentQuery) -> Any:
-        return exchange.lending.of[0].answer(replace(query, digests=query.digests and others))
+        return exchange.lending.answer(0, replace(query, digests=query.digests and others))
 
     exchange._server.serve(dataclasses.replace(exchange.cards[0], lent=mixed_up))
     lent = asked(reader, source, context)
@@ -541,15 +541,15 @@ def test_a_source_that_lends_no_more_answers_so(side: Any) -> None:
 def test_a_repeated_question_gets_the_same_answer_and_one_lease(side: Any) -> None:
     source = side(Side, "p")
     computed(source)
-    (lender,) = source.exchange.lending.of
+    lender = source.exchange.lending
     wanted = source.manager.contents.digests(TextContext(LONGER, 32, "mine"))
     query, unknown = question(3, 5, wanted.digests), question(4, 6, b"")
-    assert "question 0x6 is unknown" in lender.answer(unknown).error
+    assert "question 0x6 is unknown" in lender.answer(0, unknown).error
     for _ in range(3):
-        assert lender.answer(query).waits_for
-    source.until(lambda: lender.answer(query).pages)
+        assert lender.answer(0, query).waits_for
+    source.until(lambda: lender.answer(0, query).pages)
     assert lender.pages_lent == 4
-    first, second = lender.answer(query), lender.answer(query)
+    first, second = lender.answer(0, query), lender.answer(0, query)
     assert first == second
     assert first.query_id == 3
     pages = open_pages(first.pages, "p/0", None)
@@ -561,9 +561,9 @@ def test_a_repeated_question_gets_the_same_answer_and_one_lease(side: Any) -> No
 def test_at_most_the_allowed_number_of_questions_is_kept(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lending, "_KNOWN", 8)
     source = side(Side, "p")
-    (lender,) = source.exchange.lending.of
+    lender = source.exchange.lending
     for ask_id in range(20):
-        lender.answer(question(0, ask_id, bytes(32)))
+        lender.answer(0, question(0, ask_id, bytes(32)))
     assert len(lender._answers) == 8
 
 
@@ -573,19 +573,19 @@ def test_questions_that_come_while_the_loop_is_busy_take_little_memory(
     monkeypatch.setattr(lending, "_MOST_ASKED", 3)
     source = side(Side, "p")
     computed(source)
-    (lender,) = source.exchange.lending.of
+    lender = source.exchange.lending
     wanted = source.manager.contents.digests(TextContext(LONGER, 32, "mine")).digests
-    answers = [lender.answer(question(0, ask_id, wanted)) for ask_id in range(5)]
+    answers = [lender.answer(0, question(0, ask_id, wanted)) for ask_id in range(5)]
     assert [answer.error for answer in answers] == ["", "", "", *["3 questions already wait for its serving loop"] * 2]
     assert len(lender._asked) == 3
-    assert lender.answer(question(0, 1, wanted)).waits_for  # A repeated question does not count again.
+    assert lender.answer(0, question(0, 1, wanted)).waits_for  # A repeated question does not count again.
     with monkeypatch.context() as loading:
         loading.setattr(type(source.manager.contents), "bring", lambda *_: True)  # The test simulates a slow tier.
         source.poll()
-        assert lender.answer(question(0, 4, wanted)).error  # All questions now wait for their pages.
+        assert lender.answer(0, question(0, 4, wanted)).error  # All questions now wait for their pages.
     source.poll()
     # The loop has answered the questions, so the reader may ask again.
-    assert not lender.answer(question(0, 4, wanted)).error
+    assert not lender.answer(0, question(0, 4, wanted)).error
 
 
 def test_a_manager_leases_the_pages_that_it_has_by_content_and_refuses_what_it_cannot_compare(side: Any) -> None:
@@ -620,7 +620,7 @@ class Flood:
     """
 
     def __init__(self, source: Side, wanted: PageDigests) -> None:
-        self.source, self.lender = source, source.exchange.lending.of[0]
+        self.source, self.lender = source, source.exchange.lending
         self.query = ContentQuery(
             query_id=1,
             engine_id=source.exchange.engine_id(0),
@@ -639,7 +639,9 @@ class Flood:
         """Delivers `count` more questions, as the handshake server does. The serving loop polls in between."""
         for _ in range(count):
             self.asked += 1
-            self.said.append(self.lender.answer(replace(self.query, ask_id=self.asked, asker=asker(self.asked))).error)
+            self.said.append(
+                self.lender.answer(0, replace(self.query, ask_id=self.asked, asker=asker(self.asked))).error
+            )
             if self.asked % 32 == 0:
                 self.source.poll()
 
@@ -692,8 +694,8 @@ def test_a_flood_of_one_reader_leaves_room_for_the_questions_of_others(side: Any
     computed(source)
     flood = Flood(source, source.manager.contents.digests(TextContext(LONGER, 32)))
     for number in range(100):  # The loop does not read the questions meanwhile.
-        flood.lender.answer(replace(flood.query, ask_id=1000 + number, asker="one reader"))
-    assert flood.lender.answer(replace(flood.query, ask_id=2000, asker="another reader")).error == ""
+        flood.lender.answer(0, replace(flood.query, ask_id=1000 + number, asker="one reader"))
+    assert flood.lender.answer(0, replace(flood.query, ask_id=2000, asker="another reader")).error == ""
 
 
 def test_two_prompts_of_one_reader_that_begin_alike_are_lent_one_after_the_other(side: Any) -> None:
@@ -703,7 +705,7 @@ def test_two_prompts_of_one_reader_that_begin_alike_are_lent_one_after_the_other
     lent = asked(reader, source, first)
     wanted = reader.manager.contents.digests(second)
     reader.exchange.ask(0, "again", source.exchange.address, source.exchange.engine_id(0), wanted)
-    reader.until(lambda: source.poll() or source.exchange.lending.of[0]._loading)
+    reader.until(lambda: source.poll() or source.exchange.lending._loading)
     reader.exchange.refuse(0, lent.source, "it was tried")
     reader.until(lambda: source.poll() or len([one for one in reader.events if isinstance(one.event, Lent)]) == 2)
     again = reader.events[-1].event
@@ -712,4 +714,4 @@ def test_two_prompts_of_one_reader_that_begin_alike_are_lent_one_after_the_other
     assert again.table.num_tokens == 16
     reader.exchange.refuse(0, again.source, "it was tried")
     all_given_back(source)
-    assert not source.exchange.lending.of[0]._lent_to
+    assert not source.exchange.lending._lent_to
