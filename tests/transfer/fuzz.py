@@ -263,7 +263,7 @@ class Flood:
 
     def still_answers(self) -> bool:
         client, answers = HandshakeClient(), list[object]()
-        client.ping(self._server.endpoint, "p", answers.append, 20.0)
+        client.ask(self._server.endpoint, Ping(query_id=0, engine_id="p"), answers.append, 20.0)
         while not answers:
             client.poll()
             time.sleep(1e-4)

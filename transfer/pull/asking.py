@@ -161,7 +161,7 @@ class PageAsks:
                 self._on_answer(ask, answer)
 
         left = max(1e-3, ask.deadline - time.monotonic())
-        self._client.ask_content(ask.place[0], ask.query, done, left)
+        self._client.ask(ask.place[0], ask.query, done, left)
 
     def _on_answer(self, ask: _Question, answer: Answer | TransferError) -> None:
         where = f"engine {ask.place[1]!r} at {ask.place[0]}"

@@ -22,7 +22,7 @@ from transfer.pull.rank import RankTransfer
 from transfer.pull.remote import RemoteEngine
 from transfer.pull.source import Place
 from transfer.wire.handshake import HandshakeClient
-from transfer.wire.messages import Answer, MetadataReply, Pong, open_rank
+from transfer.wire.messages import Answer, MetadataQuery, MetadataReply, Ping, Pong, open_rank
 
 _UNKNOWN = (
     "no key authenticates its metadata, and no process of this user on this host confirms it as its own; "
@@ -137,7 +137,8 @@ class Directory:
             if self._peers.get(place) is peer:
                 self._on_metadata(peer, answer)
 
-        self._client.ask_metadata(*place, self._compatibility, done, self._times.handshake_timeout_s)
+        query = MetadataQuery(query_id=0, engine_id=place[1], compatibility=dict(self._compatibility))
+        self._client.ask(place[0], query, done, self._times.handshake_timeout_s)
 
     def add(self, address: str, ranks: Sequence[bytes]) -> str:
         """Loads an engine whose metadata did not arrive through the handshake. Returns its id.
@@ -297,7 +298,7 @@ class Directory:
                 peer.heard = self._clock()
                 self._on_alive(peer)
 
-        self._client.ping(*peer.place, done, self._times.dead_after_s)
+        self._client.ask(peer.place[0], Ping(query_id=0, engine_id=peer.place[1]), done, self._times.dead_after_s)
 
     def _forget(self, peer: Peer, failure: Failure) -> None:
         """Forgets an engine and all that was learnt from it. The next request asks for its metadata again."""

@@ -29,7 +29,7 @@ from transfer.pull.shared_pull import SharedPull, SharedPulls, SourcePages
 from transfer.pull.source import Place, Source, check_tokens, source_in
 from transfer.stats import TransferStats
 from transfer.wire.handshake import HandshakeClient
-from transfer.wire.messages import Answer, LeaseReply, Wanted
+from transfer.wire.messages import Answer, LeaseQuery, LeaseReply, Wanted
 
 
 class LeaseOver(NamedTuple):
@@ -307,7 +307,9 @@ class ReplicaTransfer:
             if self._pulls.get(key) is pull and not pull.error:
                 self._on_answer(key, wanted, answer)
 
-        self._client.ask_leased(wanted, done, self._times.handshake_timeout_s)
+        address, engine_id, lease_id, num_tokens, _ = wanted
+        query = LeaseQuery(query_id=0, engine_id=engine_id, lease_id=lease_id, num_tokens=num_tokens)
+        self._client.ask(address, query, done, self._times.handshake_timeout_s)
 
     def _on_answer(self, key: str, wanted: Wanted, answer: Answer | TransferError) -> None:
         pull, where = self._pulls[key], f"request {key!r}"

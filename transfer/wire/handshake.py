@@ -305,28 +305,12 @@ class HandshakeClient:
         self._asked: dict[int, _Asked] = {}
         self._ids = itertools.count()
 
-    def ask_metadata(
-        self, address: str, engine_id: str, compatibility: Mapping[str, str], done: Done, timeout_s: float = 5.0
-    ) -> None:
-        """Asks the engine at a ZMQ address for its ranks. `done` gets a `MetadataReply`, or the error."""
-        query = msg.MetadataQuery(query_id=next(self._ids), engine_id=engine_id, compatibility=dict(compatibility))
-        self._ask(address, query, done, timeout_s)
+    def ask(self, address: str, query: msg.Query, done: Done, timeout_s: float = 5.0) -> None:
+        """Asks the engine at a ZMQ address. `done` gets the answer that belongs to the query, or the error.
 
-    def ask_leased(self, wanted: msg.Wanted, done: Done, timeout_s: float = 5.0) -> None:
-        """Asks an engine which pages a lease holds. `done` gets a `LeaseReply`, or the error."""
-        _, engine_id, lease_id, num_tokens, _ = wanted
-        query = msg.LeaseQuery(query_id=next(self._ids), engine_id=engine_id, lease_id=lease_id, num_tokens=num_tokens)
-        self._ask(wanted.address, query, done, timeout_s)
-
-    def ask_content(self, address: str, query: msg.ContentQuery, done: Done, timeout_s: float = 5.0) -> None:
-        """Asks an engine for pages by content digest. `done` gets a `LeaseReply`, or the error."""
-        self._ask(address, msgspec.structs.replace(query, query_id=next(self._ids)), done, timeout_s)
-
-    def ping(self, address: str, engine_id: str, done: Done, timeout_s: float = 2.0) -> None:
-        """Asks the engine at a ZMQ address for a sign of life. `done` gets a `Pong`, or the error."""
-        self._ask(address, msg.Ping(query_id=next(self._ids), engine_id=engine_id), done, timeout_s)
-
-    def _ask(self, address: str, query: msg.Query, done: Done, timeout_s: float) -> None:
+        The `query_id` of the query is replaced.
+        """
+        query = msgspec.structs.replace(query, query_id=next(self._ids))
         now = self._clock()
         asked = _Asked(address, msg.encode_message(query), timeout_s, now, now + timeout_s, done)
         self._asked[query.query_id] = asked

@@ -32,7 +32,7 @@ class Client:
         self.open: list[Callable[[Answer | HandshakeError], None]] = []
         self.is_closed = False
 
-    def ask_content(self, address: str, query: ContentQuery, done: Any, timeout_s: float) -> None:
+    def ask(self, address: str, query: ContentQuery, done: Any, timeout_s: float) -> None:
         assert address == PLACE[0]
         self.asked.append((query, timeout_s))
         self.open.append(done)

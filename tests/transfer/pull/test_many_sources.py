@@ -19,6 +19,7 @@ from transfer.pull.pull import LATELY_S
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankTransfer
 from transfer.wire.handshake import HandshakeClient, HandshakeServer
+from transfer.wire.messages import Ping
 
 
 class Known:
@@ -140,12 +141,12 @@ def test_a_client_that_knows_many_sources_polls_only_those_that_it_has_asked() -
     with HandshakeServer([]) as one, HandshakeServer([]) as other:
         answers: list[Any] = []
         for server in (one, other):
-            asking.ping(server.endpoint, "p", answers.append, 10.0)
+            asking.ask(server.endpoint, Ping(query_id=0, engine_id="p"), answers.append, 10.0)
         while len(answers) < 2:
             asking.poll()
         untouched = asking._sockets[one.endpoint]
         asking._sockets[one.endpoint] = SimpleNamespace(closed=False)  # type: ignore[assignment]
-        asking.ping(other.endpoint, "p", answers.append, 10.0)
+        asking.ask(other.endpoint, Ping(query_id=0, engine_id="p"), answers.append, 10.0)
         while len(answers) < 3:
             asking.poll()
         asking._sockets[one.endpoint] = untouched

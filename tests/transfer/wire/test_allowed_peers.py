@@ -5,6 +5,7 @@ import pytest
 from transfer.errors import HandshakeError, InvalidEngineError
 from transfer.wire.allowed_peers import AllowedPeers, host_of, listed_peers
 from transfer.wire.handshake import HandshakeClient
+from transfer.wire.messages import MetadataQuery, Ping
 
 LISTED = AllowedPeers(["10.1.0.0/16", "192.168.7.7", "Prefill-0.example", "fd00::/8"])
 
@@ -92,8 +93,8 @@ def test_an_option_is_a_list_or_a_string_and_the_own_host_is_among_them() -> Non
 def test_no_socket_is_opened_to_anybody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     client, answers = HandshakeClient(allowed=LISTED), list[object]()
     monkeypatch.setattr(client, "_socket", lambda address: pytest.fail("a socket"))
-    client.ask_metadata("tcp://10.2.0.1:1", "p", {}, answers.append)
-    client.ping("tcp://8.8.8.8:1", "p", answers.append)
+    client.ask("tcp://10.2.0.1:1", MetadataQuery(query_id=0, engine_id="p", compatibility={}), answers.append)
+    client.ask("tcp://8.8.8.8:1", Ping(query_id=0, engine_id="p"), answers.append, 2.0)
     assert not answers
     client.poll()
     assert ["is not in allowed_peers" in str(answer) for answer in answers] == [True, True]

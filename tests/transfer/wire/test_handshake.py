@@ -26,7 +26,6 @@ from transfer.wire.messages import (
     Ping,
     Pong,
     QueryRefusal,
-    Wanted,
     decode_answer,
     encode_message,
 )
@@ -77,7 +76,7 @@ def waits_of(server: HandshakeServer) -> int:
 
 def test_an_idle_server_sleeps_and_ends_at_once(client: HandshakeClient) -> None:
     server, answers = HandshakeServer([CARD]), list[Any]()
-    client.ping(server.endpoint, "p", answers.append, 5.0)
+    client.ask(server.endpoint, Ping(query_id=0, engine_id="p"), answers.append, 5.0)
     deadline = time.monotonic() + 10
     while not answers and time.monotonic() < deadline:
         client.poll()
@@ -134,7 +133,7 @@ def answers(client: HandshakeClient) -> Answers:
 def test_metadata_comes_from_the_engine_that_was_asked_for(
     server: HandshakeServer, client: Any, answers: Answers
 ) -> None:
-    client.ask_metadata(server.endpoint, "p", SAME, answers.append)
+    client.ask(server.endpoint, MetadataQuery(query_id=0, engine_id="p", compatibility=SAME), answers.append)
     reply = answers.wait(1)
     assert isinstance(reply, MetadataReply)
     assert (reply.engine_id, reply.incarnation, reply.ranks) == ("p", "first", (b"rank 0", b"rank 1"))
@@ -144,25 +143,27 @@ def test_one_server_answers_for_every_engine_of_its_process(
     server: HandshakeServer, client: Any, answers: Answers
 ) -> None:
     server.serve(EngineCard("q", "other", (b"x",)))
-    client.ask_metadata(server.endpoint, "q", {}, answers.append)
+    client.ask(server.endpoint, MetadataQuery(query_id=0, engine_id="q", compatibility={}), answers.append)
     assert answers.wait(1).ranks == (b"x",)
     server.serve(EngineCard("q", "restarted", (b"y",)))
-    client.ask_metadata(server.endpoint, "q", {}, answers.append)
+    client.ask(server.endpoint, MetadataQuery(query_id=0, engine_id="q", compatibility={}), answers.append)
     assert (answers.wait(2).incarnation, answers[-1].ranks) == ("restarted", (b"y",))
-    client.ask_metadata(server.endpoint, "p", SAME, answers.append)
+    client.ask(server.endpoint, MetadataQuery(query_id=0, engine_id="p", compatibility=SAME), answers.append)
     assert answers.wait(3).incarnation == "first"
 
 
 def test_a_sign_of_life_names_the_incarnation(server: HandshakeServer, client: Any, answers: Answers) -> None:
-    client.ping(server.endpoint, "p", answers.append)
+    client.ask(server.endpoint, Ping(query_id=0, engine_id="p"), answers.append, 2.0)
     assert isinstance(answers.wait(1), Pong)
     assert answers[0].incarnation == "first"
 
 
 def test_an_engine_that_is_not_here_is_refused_by_name(server: HandshakeServer, client: Any, answers: Answers) -> None:
     for ask in (
-        lambda: client.ask_metadata(server.endpoint, "x", SAME, answers.append),
-        lambda: client.ping(server.endpoint, "x", answers.append),
+        lambda: client.ask(
+            server.endpoint, MetadataQuery(query_id=0, engine_id="x", compatibility=SAME), answers.append
+        ),
+        lambda: client.ask(server.endpoint, Ping(query_id=0, engine_id="x"), answers.append, 2.0),
     ):
         ask()
         error = answers.wait(len(answers) + 1)
@@ -174,7 +175,11 @@ def test_an_engine_that_is_not_here_is_refused_by_name(server: HandshakeServer, 
 def test_compatibility_is_compared_first_and_both_values_are_named(
     server: HandshakeServer, client: Any, answers: Answers
 ) -> None:
-    client.ask_metadata(server.endpoint, "p", {"model": "m", "dtype": "fp8", "page": "16"}, answers.append)
+    client.ask(
+        server.endpoint,
+        MetadataQuery(query_id=0, engine_id="p", compatibility={"model": "m", "dtype": "fp8", "page": "16"}),
+        answers.append,
+    )
     error = answers.wait(1)
     differ = "dtype: 'bf16' at the source, 'fp8' at the reader, page: None at the source, '16' at the reader"
     assert str(error) == f"{server.endpoint} refuses: engine 'p' is not compatible: {differ}"
@@ -194,7 +199,7 @@ def test_if_values_are_long_only_the_differing_properties_are_named() -> None:
 
 
 def test_an_address_that_cannot_be_asked_is_an_error(client: Any, answers: Answers) -> None:
-    client.ask_metadata("ipc://" + "x" * 200, "p", SAME, answers.append)
+    client.ask("ipc://" + "x" * 200, MetadataQuery(query_id=0, engine_id="p", compatibility=SAME), answers.append)
     assert str(answers.wait(1)).startswith("cannot ask 'ipc://xxx")
 
 
@@ -212,7 +217,7 @@ def test_no_received_message_ends_the_server(
         socket = dealer()
         if sample:
             socket.send_multipart(sample)
-    client.ask_metadata(server.endpoint, "p", SAME, answers.append)
+    client.ask(server.endpoint, MetadataQuery(query_id=0, engine_id="p", compatibility=SAME), answers.append)
     assert isinstance(answers.wait(1), MetadataReply)
     deadline = time.monotonic() + 5
     told = len(samples) - 2  # One sample sends no message. The gate drops the sample with 40 frames.
@@ -228,7 +233,7 @@ def test_a_message_of_millions_of_frames_reaches_neither_the_server_nor_its_memo
     before = rss()
     for data in (frame(1, b"") * 32768, frame(1, bytes(1 << 16)) * 16):
         assert flood(server.endpoint, b"DEALER", data, 64 << 20) < 64 << 20, "it was dropped"
-        client.ask_metadata(server.endpoint, "p", SAME, answers.append)
+        client.ask(server.endpoint, MetadataQuery(query_id=0, engine_id="p", compatibility=SAME), answers.append)
         assert isinstance(answers.wait(len(answers) + 1), MetadataReply)
     assert rss() - before < MORE_RSS
     assert server.counts["malformed"] == 0
@@ -247,7 +252,7 @@ def test_a_query_beyond_the_limit_costs_its_own_connection_only(
     server: HandshakeServer, dealer: Any, client: Any, answers: Answers
 ) -> None:
     dealer().send(bytes(MAX_QUERY_BYTES + 1))
-    client.ask_metadata(server.endpoint, "p", SAME, answers.append)
+    client.ask(server.endpoint, MetadataQuery(query_id=0, engine_id="p", compatibility=SAME), answers.append)
     assert isinstance(answers.wait(1), MetadataReply)
 
 
@@ -303,10 +308,18 @@ def test_each_peer_has_its_own_time(server: HandshakeServer, client: Any) -> Non
     got: list[tuple[str, Any]] = []
     start = time.monotonic()
     for number, seconds in enumerate((0.4, 0.2)):
-        client.ask_metadata(
-            f"tcp://127.0.0.1:{9 + number}", "p", SAME, lambda a, s=seconds: got.append((f"{s}", a)), seconds
+        client.ask(
+            f"tcp://127.0.0.1:{9 + number}",
+            MetadataQuery(query_id=0, engine_id="p", compatibility=SAME),
+            lambda a, s=seconds: got.append((f"{s}", a)),
+            seconds,
         )
-    client.ask_metadata(server.endpoint, "p", SAME, lambda a: got.append(("alive", a)), 5.0)
+    client.ask(
+        server.endpoint,
+        MetadataQuery(query_id=0, engine_id="p", compatibility=SAME),
+        lambda a: got.append(("alive", a)),
+        5.0,
+    )
     while len(got) < 3:
         client.poll()
         time.sleep(1e-3)
@@ -321,7 +334,7 @@ def test_a_peer_that_is_reached_may_be_busy_for_longer_than_one_that_is_not(
 ) -> None:
     socket, address = router
     start = time.monotonic()
-    client.ping(address, "p", answers.append, 0.3)
+    client.ask(address, Ping(query_id=0, engine_id="p"), answers.append, 0.3)
     while time.monotonic() < start + 1.0:  # The loop lasts three times as long as a peer may be unreachable.
         client.poll()
         time.sleep(1e-3)
@@ -335,14 +348,14 @@ def test_a_lost_message_is_asked_for_again(
     router: tuple[zmq.Socket[bytes], str], client: Any, answers: Answers
 ) -> None:
     socket, address = router
-    client.ping(address, "p", answers.append, 0.3)
+    client.ask(address, Ping(query_id=0, engine_id="p"), answers.append, 0.3)
     first = received(socket, client)
     second = received(socket, client)
     assert second == first
     for identity, _ in (first, second):
         socket.send_multipart([identity, encode_message(Pong(query_id=0, engine_id="p", incarnation="i"))])
     answers.wait(1)
-    client.ping(address, "p", answers.append, 0.3)
+    client.ask(address, Ping(query_id=0, engine_id="p"), answers.append, 0.3)
     answers_before = len(answers)
     received(socket, client)
     assert len(answers) == answers_before, (
@@ -353,7 +366,7 @@ def test_a_lost_message_is_asked_for_again(
 def test_a_peer_that_is_reached_and_never_answers_is_given_up(
     router: tuple[zmq.Socket[bytes], str], client: Any, answers: Answers
 ) -> None:
-    client.ping(router[1], "p", answers.append, 0.1)
+    client.ask(router[1], Ping(query_id=0, engine_id="p"), answers.append, 0.1)
     assert f"no answer from {router[1]} in 0.6 s" in str(answers.wait(1))
     assert client._asked == {}
 
@@ -362,7 +375,7 @@ def test_a_peer_that_dies_with_a_question_is_given_up_in_the_time_of_one_out_of_
     router: tuple[zmq.Socket[bytes], str], client: Any, answers: Answers
 ) -> None:
     socket, address = router
-    client.ping(address, "p", answers.append, 0.5)
+    client.ask(address, Ping(query_id=0, engine_id="p"), answers.append, 0.5)
     received(socket, client)
     start = time.monotonic()
     socket.close(0)
@@ -375,8 +388,10 @@ def test_a_question_is_answered_once_and_late_answers_are_dropped() -> None:
     port = router.bind_to_random_port("tcp://127.0.0.1")
     client, got = HandshakeClient(), []
     try:
-        client.ask_metadata(f"tcp://127.0.0.1:{port}", "p", SAME, got.append, 0.1)
-        client.ping(f"tcp://127.0.0.1:{port}", "p", got.append, 5.0)
+        client.ask(
+            f"tcp://127.0.0.1:{port}", MetadataQuery(query_id=0, engine_id="p", compatibility=SAME), got.append, 0.1
+        )
+        client.ask(f"tcp://127.0.0.1:{port}", Ping(query_id=0, engine_id="p"), got.append, 5.0)
         asked = [received(router, client) for _ in range(2)]
         while not got:
             client.poll()
@@ -403,8 +418,8 @@ def test_an_answer_of_another_engine_is_not_accepted(client: Any, answers: Answe
     addresses = [f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}" for router in (asked, other)]
     wrong = Answers(client)
     try:
-        client.ping(addresses[0], "p", answers.append, 5.0)
-        client.ping(addresses[1], "p", wrong.append, 5.0)
+        client.ask(addresses[0], Ping(query_id=0, engine_id="p"), answers.append, 5.0)
+        client.ask(addresses[1], Ping(query_id=0, engine_id="p"), wrong.append, 5.0)
         identity, _ = received(asked, client)
         theirs, _ = received(other, client)
         other.send_multipart([theirs, encode_message(Pong(query_id=0, engine_id="p", incarnation="false"))])
@@ -423,12 +438,12 @@ def test_an_engine_of_no_ranks_or_of_too_many_is_refused(
     ranks: tuple[bytes, ...], client: Any, answers: Answers
 ) -> None:
     with HandshakeServer([EngineCard("p", "i", ranks)]) as server:
-        client.ask_metadata(server.endpoint, "p", {}, answers.append)
+        client.ask(server.endpoint, MetadataQuery(query_id=0, engine_id="p", compatibility={}), answers.append)
         assert f"answers for {len(ranks)} ranks; 1 to 4096 are allowed" in str(answers.wait(1))
 
 
 def test_errors_are_reported_by_poll_and_never_from_within_the_call(client: Any, answers: Answers) -> None:
-    client.ask_metadata("no address", "p", SAME, answers.append)
+    client.ask("no address", MetadataQuery(query_id=0, engine_id="p", compatibility=SAME), answers.append)
     assert not answers
     assert isinstance(answers.wait(1), HandshakeError)
 
@@ -441,7 +456,7 @@ def test_an_answer_may_make_its_asker_forget_the_address(server: HandshakeServer
         client.forget(server.endpoint)
 
     for _ in range(3):
-        client.ping(server.endpoint, "p", forget)
+        client.ask(server.endpoint, Ping(query_id=0, engine_id="p"), forget, 2.0)
     deadline = time.monotonic() + 5
     while len(got) < 3 and time.monotonic() < deadline:
         client.poll()
@@ -452,7 +467,7 @@ def test_an_answer_may_make_its_asker_forget_the_address(server: HandshakeServer
 
 def test_many_questions_to_one_engine_are_all_answered(server: HandshakeServer, client: Any, answers: Answers) -> None:
     for _ in range(40):
-        client.ask_metadata(server.endpoint, "p", SAME, answers.append)
+        client.ask(server.endpoint, MetadataQuery(query_id=0, engine_id="p", compatibility=SAME), answers.append)
     answers.wait(40)
     assert len({answer.query_id for answer in answers}) == 40
     assert len(client._sockets) == 1
@@ -468,10 +483,12 @@ def test_the_engine_that_has_a_lease_is_asked_for_its_pages(
         return LeaseReply(query_id=query.query_id, error="none")
 
     server.serve(EngineCard("q", "second", (), leased=leased))
-    client.ask_leased(Wanted(server.endpoint, "q", (1 << 64) - 1, 7, b""), answers.append)
+    client.ask(
+        server.endpoint, LeaseQuery(query_id=0, engine_id="q", lease_id=(1 << 64) - 1, num_tokens=7), answers.append
+    )
     assert answers.wait(1).error == "none"
     assert [(query.engine_id, query.lease_id, query.num_tokens) for query in queries] == [("q", (1 << 64) - 1, 7)]
-    client.ask_leased(Wanted(server.endpoint, "p", 5, 7, b""), answers.append)
+    client.ask(server.endpoint, LeaseQuery(query_id=0, engine_id="p", lease_id=5, num_tokens=7), answers.append)
     assert "engine 'p' answers no lease queries: its readers learn of leases in other messages" in str(answers.wait(2))
 
 
@@ -481,7 +498,7 @@ def test_leases_may_be_asked_for_hundreds_of_times_at_once(server: HandshakeServ
     answers = Answers(client)
     server.serve(EngineCard("q", "second", (), leased=lambda query: LeaseReply(query_id=query.query_id)))
     for _ in range(500):
-        client.ask_leased(Wanted(server.endpoint, "q", 5, 7, b""), answers.append)
+        client.ask(server.endpoint, LeaseQuery(query_id=0, engine_id="q", lease_id=5, num_tokens=7), answers.append)
     answers.wait(500)
     assert server.counts["throttled"] == 0
     assert server_throttle.admits(b"anybody")
@@ -512,7 +529,7 @@ class Lender:
             hash_algorithm="sha256",
             digests=bytes(32),
         )
-        self._client.ask_content(self._server.endpoint, query, self.answers.append, 30.0)
+        self._client.ask(self._server.endpoint, query, self.answers.append, 30.0)
 
     def until(self, ready: Callable[[], object]) -> None:
         deadline = time.monotonic() + 10

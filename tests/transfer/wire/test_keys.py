@@ -10,14 +10,14 @@ import zmq
 from transfer.errors import HandshakeError
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 from transfer.wire.keys import Keyring, Throttle, load_keyring, make_keyrings, save_keyring
-from transfer.wire.messages import MetadataReply, Ping, Pong, encode_message
+from transfer.wire.messages import MetadataQuery, MetadataReply, Ping, Pong, encode_message
 
 CARD = EngineCard("e", "1", (b"rank",))
 
 
 def ask(client: HandshakeClient, address: str, timeout_s: float = 1.0) -> object:
     answers: list[object] = []
-    client.ask_metadata(address, "e", {}, answers.append, timeout_s)
+    client.ask(address, MetadataQuery(query_id=0, engine_id="e", compatibility={}), answers.append, timeout_s)
     deadline = time.monotonic() + 10
     while not answers and time.monotonic() < deadline:
         client.poll()
@@ -129,7 +129,7 @@ def test_a_sender_that_floods_is_ignored_and_the_next_one_answered():
             flood.send(encode_message(Ping(query_id=number)))
         answers: list[object] = []
         client = HandshakeClient()
-        client.ping(server.endpoint, "e", answers.append)
+        client.ask(server.endpoint, Ping(query_id=0, engine_id="e"), answers.append, 2.0)
         deadline = time.monotonic() + 10
         while not answers and time.monotonic() < deadline:
             client.poll()

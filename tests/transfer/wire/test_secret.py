@@ -10,7 +10,7 @@ from tests.transfer.fuzz import rank_metadata
 from transfer.errors import HandshakeError, InvalidEngineError, MetadataError
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 from transfer.wire.keys import make_keyrings
-from transfer.wire.messages import MetadataReply, open_rank, sealed_rank
+from transfer.wire.messages import MetadataQuery, MetadataReply, open_rank, sealed_rank
 from transfer.wire.secret import Secret, fleet_keys, read_secret
 
 TEXT = "correct horse battery staple"
@@ -18,7 +18,7 @@ TEXT = "correct horse battery staple"
 
 def ask(client: HandshakeClient, address: str) -> object:
     answers: list[object] = []
-    client.ask_metadata(address, "e", {}, answers.append, 1.0)
+    client.ask(address, MetadataQuery(query_id=0, engine_id="e", compatibility={}), answers.append, 1.0)
     deadline = time.monotonic() + 10
     while not answers and time.monotonic() < deadline:
         client.poll()
