@@ -103,8 +103,8 @@ def test_the_close_of_a_socket_with_keys_waits_only_while_its_address_is_taken(
         assert bound.recv_multipart()[1] == b"connected"
         bound.close()
         bound.close()
-    again = bound_socket("again", zmq.ROUTER, bound.address, secure=lambda _: None)
-    again.close()
+    if not address.startswith("inproc://"):  # libzmq alone knows when such an address is free
+        bound_socket("again", zmq.ROUTER, bound.address, secure=lambda _: None).close()
     assert all(path.read_text() == "kept" for path in tmp_path.iterdir())
 
 
