@@ -8,9 +8,9 @@ The table lists each task of a scheduler and the method that performs it:
     commit    `Pages.step`, `PulledPages.commit_import`                   computed here, or read from a peer
     release   `Pages.release`                                             the end of a request
     abort     `Pages.release`, at any time; with an import pending also `PulledPages.cancel_import`, at any time
-    offer     `PageExchange.offer`                                        a lease over what a request computes
+    offer     `PageExchange.offer`                                        a lease on the pages that a request computes
     accept    `PageExchange.open_pull`, `PageExchange.read`               a read of the pages that a peer offered
-    poll      `PageExchange.poll`                                         their outcomes
+    poll      `PageExchange.poll`                                         the outcomes of both
 
 `ServingLoop` needs `Pages`; `OverlappedLoop` needs `PagesAhead`; `PrefillScheduler` and `DecodeScheduler` need
 `PulledPages`. A manager implements all three protocols. Each end of a transfer is a `PageExchange`
@@ -155,7 +155,7 @@ class Pages(Protocol):
     def check(self) -> None:
         """Recounts all pages. Raises an `InvariantError` that names the first discrepancy.
 
-        A discrepancy is a bug of the manager.
+        A discrepancy is a bug in the manager.
         """
 
 
@@ -185,7 +185,7 @@ class PulledPages(Pages, Protocol):
 
     @property
     def contents(self) -> PageContents:
-        """Answers questions about page contents: which pages a prompt needs, and whether they are cached."""
+        """Answers queries about page contents: which pages a prompt needs, and whether they are cached."""
         ...
 
     def import_block_table(
@@ -199,7 +199,7 @@ class PulledPages(Pages, Protocol):
     ) -> PendingImport | None:
         """Reserves pages for the tokens of `table`. The returned import says which pages to read from the peer.
 
-        Returns None if too few pages are free. Every import ends with `commit_import` or `cancel_import`.
+        Returns None if too few pages are free. Every import must end with `commit_import` or `cancel_import`.
         """
         ...
 
@@ -208,7 +208,10 @@ class PulledPages(Pages, Protocol):
         ...
 
     def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:
-        """Commits an import after every page was read under its lease. The pull's last event carries the `proof`."""
+        """Commits an import after all of its pages were read under its lease.
+
+        The pull's last event carries the `proof`.
+        """
 
     def cancel_import(self, pending: PendingImport) -> None:
         """Gives up an import, at any time. No request gets its pages while a pull may still write them.

@@ -1,4 +1,4 @@
-"""Errors of the adapters. They belong to the one tree under `kvcache.errors.KVCacheError`."""
+"""Errors of the adapters. All of them derive from `kvcache.errors.KVCacheError`."""
 
 from kvcache.errors import KVCacheError
 
@@ -20,7 +20,7 @@ class UnsupportedModelError(AdapterError, ValueError):
 
 
 class GenerationError(AdapterError, RuntimeError):
-    """A batch could not be generated to its end. Its pages have been released."""
+    """Generation for a batch could not be completed. The batch's pages have been released."""
 
 
 class PromptsError(AdapterError, ValueError):
@@ -47,12 +47,12 @@ class ServiceError(AdapterError, RuntimeError):
 
 
 class RefusedError(ServiceError):
-    """A process refuses a new request because it drains or is full. The request can be sent again later."""
+    """A process refuses a new request because it is draining or full. The request can be sent again later."""
 
 
 class MessageError(ServiceError, ValueError):
-    """Bytes from another process are no valid message."""
+    """Bytes from another process are not a valid message."""
 
 
 class IllegalMoveError(ServiceError):
-    """A request was about to change to a phase that may not follow its current one. This is a bug of the service."""
+    """A request was about to change to a phase that may not follow its current one. This is a bug in the service."""

@@ -1,4 +1,4 @@
-"""Turns the signals that end a command into exceptions, so that the command cleans up everything that it has made."""
+"""Turns the signals that stop a command into exceptions, so that the command can clean up everything it has created."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AGAIN_S = 0.01
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised when a signal tells the command to end.
+    """Raised when a signal tells the command to stop.
 
     `status` is the matching exit status of a shell, 128 + the signal's number.
     """
@@ -72,7 +72,7 @@ def raised() -> Generator[None]:
 
 @contextmanager
 def held() -> Generator[None]:
-    """A `with` block that delays signals to its end.
+    """A `with` block that delays signals until it ends.
 
     Has no effect in other threads, because Python handles signals only in the main thread.
     """

@@ -2,7 +2,7 @@
 
 Each `step` does five things, in this order:
 
-    reserve   pages for the next tokens of every running request; if pages are short, the newest one is preempted
+    reserve   pages for the next tokens of every running request; if pages run short, the newest one is preempted
     admit     waiting requests, oldest first, while rows and pages last
     plan      the tokens of each request: one if it decodes; prompts share the rest of the budget
     run       fetch, model, update, step
@@ -132,11 +132,11 @@ class ServingLoop(Generic[PagesT_co]):
         return len(self._waiting)
 
     def add(self, request: Request, context: TextContext | None = None) -> None:
-        """Queues a request. `context` is the result of `context_for`, if the caller has already made it.
+        """Queues a request. `context` is the result of `context_for`, if the caller has already created it.
 
         Raises `PromptTooLongError` if the request can never fit, and `AlreadyClaimedError` if the loop knows a request
-        of that id. Raises `InvalidRequestError` if there is no prompt, a token is invalid, or `max_new_tokens` is below
-        1.
+        with that id. Raises `InvalidRequestError` if there is no prompt, a token is invalid, or `max_new_tokens` is
+        below 1.
         """
         self._check_new(request.request_id)
         self._waiting[request.request_id] = Entry(request, context or self.context_for(request))
@@ -180,7 +180,7 @@ class ServingLoop(Generic[PagesT_co]):
         return context
 
     def free(self, request_id: str) -> None:
-        """Gives back the pages of an ended request with `hold_pages`. Raises `UnknownRequestError` if it holds none."""
+        """Frees the pages of a finished request with `hold_pages`. Raises `UnknownRequestError` if it holds none."""
         if request_id not in self._held:
             raise UnknownRequestError(f"request {request_id!r} holds no pages after its end")
         self._held.remove(request_id)
@@ -217,7 +217,7 @@ class ServingLoop(Generic[PagesT_co]):
         return outputs + (self._run(entries) if entries else [])
 
     def close(self) -> None:
-        """Ends the loop. A no-op here, because `step` returns only when the model has finished. Safe to call twice."""
+        """Closes the loop. A no-op here: `step` returns only after the model has finished. Safe to call twice."""
 
     def _plan(self, running: list[Entry]) -> list[Entry]:
         """Chooses the requests that run, and how many tokens each of them runs.

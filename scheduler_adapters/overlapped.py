@@ -105,7 +105,7 @@ class ThreadedRunner:
         return tokens
 
     def close(self) -> None:
-        """Waits for the launched steps and ends the thread. Safe to call twice."""
+        """Waits for the launched steps and stops the thread. Safe to call twice."""
         self._thread.shutdown()
 
     def _run(self, batches: Sequence[RunBatch]) -> list[int]:

@@ -1,6 +1,6 @@
-"""The HTTP API of the front: OpenAI's paths, `/health`, `/fleet` with the counters of each process, and metrics.
+"""The HTTP API of the frontend: OpenAI's paths, `/health`, `/fleet` with the counters of each process, and metrics.
 
-The same paths exist below `/processes/NAME`. They serve a router that chooses the prefill and the decode process
+The same paths exist below `/processes/NAME`. They are for a router that chooses the prefill and the decode process
 itself, as vLLM's router does. Such a router asks the prefill process first, and passes the `kv_transfer_params` of its
 answer to the decode process. Our parameters name the prefill process, and the processes that may already have pages of
 the prompt (`kv_sources`, which any request may name). When the router gets this answer, the prefill process has
@@ -85,7 +85,7 @@ def make_app(frontend: Frontend, served: ServedModel) -> Starlette:
 
 
 async def _answered(frontend: Frontend, served: ServedModel, kind: RequestKind, request: Request) -> Response:
-    """Answers a request by the process that its path names. If the path names no process, the front chooses one."""
+    """Gets the answer from the process that the path names, or else from a process that the frontend chooses."""
     data = await _body(request)
     asked = await asyncio.to_thread(read_request, kind, data, served)  # tokenizing a long text would block the loop
     submit = _submit(asked, room_for(asked, frontend.capacity), request.headers.get("traceparent", ""))

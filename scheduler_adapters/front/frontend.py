@@ -1,9 +1,9 @@
 """`Frontend`: tracks the processes of the fleet, assigns each request to a decode process, and follows its outcome.
 
-The front learns of the processes from their `Ready` messages, which each process repeats, and tells each process about
-the others. It counts a process as lost if a message to it cannot be sent, if its `Pulse` ends, or if another process
-takes its name. If a decode process is lost, its requests go to another one, together with the tokens that the client
-already has. Greedy decoding continues from these tokens exactly as the lost process would have.
+The frontend learns about the processes from their `Ready` messages, which each process repeats, and tells each process
+about the others. It counts a process as lost if a message to it cannot be sent, if its `Pulse` ends, or if another
+process takes its name. If a decode process is lost, its requests go to another one, together with the tokens that the
+client already has. Greedy decoding continues from these tokens exactly as the lost process would have.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Member:
 
     Attributes:
         ready: its latest `Ready` message.
-        serials: serial numbers of the requests that this front has sent to the process, and that have not ended.
+        serials: serial numbers of the requests that this frontend has sent to the process, and that have not ended.
         stats: the process's latest counters, or None until it answers.
         pulse: becomes readable when the process is gone.
     """
@@ -58,7 +58,7 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """One try of a request at one decode process."""
+    """One attempt to serve a request at one decode process."""
 
     name: str
     request_id: str
@@ -73,7 +73,7 @@ class FrontCounts:
     Attributes:
         open: requests that have not ended yet.
         ended: requests that have ended, by outcome.
-        lost: tries that ended because their decode process was lost or refused the request.
+        lost: attempts that ended because their decode process was lost or refused the request.
         unsent: requests whose client closed the connection before it had sent everything.
         cached_tokens: prompt tokens that prefill had cached, summed over all successful requests.
         computed_tokens: prompt tokens that prefill had to compute, summed over the same requests.
@@ -105,7 +105,7 @@ class Placement(Protocol):
         """Reports that a request has ended. Safe to call twice, and for a request that was never placed."""
 
     async def follow(self, members: Sequence[msg.Ready]) -> None:
-        """Replaces the list of prefill processes that serve now."""
+        """Replaces the list of the prefill processes that can be chosen."""
 
 
 class Frontend:
@@ -133,7 +133,8 @@ class Frontend:
         self._holders = PageHolders(self._context)
         self._keyring = keyring
         self._attempts: dict[int, _Attempt] = {}
-        # Serials start at the clock, so that a restarted frontend does not repeat the serials of its predecessor.
+        # Serials start at the current time, so that a restarted frontend does not repeat the serials of its
+        # predecessor.
         self._serials = itertools.count(time.time_ns() // 1000)
         self._changed = asyncio.Event()
         self._is_due = False
@@ -308,9 +309,9 @@ class Frontend:
     # ---- processes
 
     async def drain(self, names: Collection[str]) -> None:
-        """Drains and ends these processes.
+        """Drains these processes, and waits until they have left the fleet.
 
-        Raises `ServiceError` if a process does not end, or still holds pages at its end.
+        Raises `ServiceError` if a process does not leave in time, or still holds pages when it leaves.
         """
         for name in names:
             self._send(name, msg.Drain())

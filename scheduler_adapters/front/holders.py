@@ -1,9 +1,9 @@
 """Tracks which pages each process has cached, from its KV events, to choose the sources (`kv_sources`) of a request.
 
 Only the low eight bytes of each digest are kept, so the tracker can name a wrong source. A wrong source costs one
-useless question: the asked process compares whole digests, and answers which of the pages it has. If a process
-publishes no events, the front names no source. The decode process then guesses the sources from the prompts that it has
-sent to each prefill process.
+useless query, because the queried process compares whole digests and answers which of the pages it has. If a process
+publishes no events, the frontend names no source. The decode process then guesses the sources from the prompts that it
+has sent to each prefill process.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PageSet:
     def _settle(self) -> None:
         """Merges the changes into the sorted array once there are many.
 
-        In a Python set, a number takes ten times as much memory.
+        A number in a Python set takes ten times as much memory.
         """
         if len(self._come) + len(self._gone) > 64 + len(self._sorted) // 32:
             gone = np.fromiter(self._gone, np.uint64, len(self._gone))

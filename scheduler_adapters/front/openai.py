@@ -210,13 +210,13 @@ def _refuse_unless_neutral(name: str, given: object, values: tuple[object, ...])
 
 
 def _param(error: str) -> str | None:
-    """Returns the field that an error of msgspec names."""
+    """Returns the field that an msgspec error names."""
     _, _, path = error.rpartition("`$.")
     return path.split("[")[0].rstrip("`") if path != error else None
 
 
 def _prompt_tokens(prompt: Any, served: ServedModel) -> list[int]:
-    """Returns the tokens of a prompt: one text, one list of token ids, or a list that holds one of these."""
+    """Returns the tokens of a prompt: one string, one list of token ids, or a list that holds one of these."""
     try:
         found: list[str | int | list[int]] | str = msgspec.convert(prompt, list[str | int | list[int]] | str)
         whole = found[0] if len(found) == 1 and not isinstance(found[0], int) else found
@@ -304,7 +304,7 @@ class Answer:
         return part | ({"usage": None} if self._asked.include_usage else {})
 
     def whole(self) -> Json:
-        """The answer to a request without a stream."""
+        """The answer to a request that is not streamed."""
         text = "".join(self._texts)
         content: Json = {"text": text}
         if self._asked.kind == "chat":
@@ -313,7 +313,7 @@ class Answer:
         return framed | {"usage": self.usage()}
 
     def usage_part(self) -> Json:
-        """The last part of a stream whose client has asked for the usage."""
+        """The last part of a stream, if the client has asked for the usage."""
         return self._frame({}, part=True) | {"choices": [], "usage": self.usage()}
 
     def usage(self) -> Json:

@@ -14,7 +14,7 @@ from scheduler_adapters.service.messages import Ready
 
 log = logging.getLogger("pagewire.front")
 
-_MODEL = "pagewire"  # the model name that is passed to the service; any name suffices, because a front serves one model
+_MODEL = "pagewire"  # the model name that is passed to the service; any name works, because a frontend serves one model
 
 
 class InTurns:
@@ -39,9 +39,10 @@ class InTurns:
 
 
 class Selected:
-    """Chooses with Dynamo's `dynamo.llm.SelectionService`, in this process. It weighs cached prefixes against load.
+    """Lets Dynamo's `dynamo.llm.SelectionService`, which runs in this process, choose the prefill process.
 
-    The service learns the cached prefixes from KV events, and the load from reservations.
+    The service weighs cached prefixes against load. It learns the prefixes from KV events, and the load from
+    reservations.
 
     A reservation begins when a process is chosen. It ends when the prompt's pages have left that process, or when the
     process is gone. If the service refuses to choose, decode chooses instead, and the request does not fail.
@@ -83,7 +84,7 @@ class Selected:
                     "allowed_worker_ids": sorted(allowed),
                 }
             )
-        except self._refusal as error:  # for example because the chosen process has just ended
+        except self._refusal as error:  # for example because the chosen process has just exited
             log.warning("request %r: Dynamo's choice of a prefill process cannot be used: %s", request_id, error)
             self._reserved.discard(request_id)
             return ""

@@ -1,4 +1,4 @@
-"""The Prometheus metrics of the front."""
+"""The Prometheus metrics of the frontend."""
 
 from collections.abc import Callable, Iterator
 
@@ -79,7 +79,7 @@ FAMILIES = (
 
 
 class FrontCollector(FamilyCollector):
-    """Collects requests, tokens and processes of a front. `labels` are added to every sample."""
+    """Collects requests, tokens and processes of a frontend. `labels` are added to every sample."""
 
     def __init__(self, frontend: Frontend, **labels: object) -> None:
         super().__init__("front", lambda: frontend, FAMILIES, labels)

@@ -17,7 +17,7 @@ from scheduler_adapters.loop import Request, ServingLoop
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Generation settings that change the result of greedy decoding, each with the values (besides None) that do not.
+# Generation settings that can change the result of greedy decoding, each with the values besides None that do not.
 _CHANGES_GREEDY: tuple[tuple[tuple[object, ...], tuple[str, ...]], ...] = (
     ((0,), ("no_repeat_ngram_size", "min_length", "min_new_tokens")),
     ((1,), ("repetition_penalty", "guidance_scale", "num_beams")),
@@ -28,11 +28,11 @@ _CHANGES_GREEDY: tuple[tuple[tuple[object, ...], tuple[str, ...]], ...] = (
 
 
 class PagedGenerator:
-    """Generates for batches of prompts over the pages of a manager, with continuous batching and chunked prefill.
+    """Generates tokens for batches of prompts over a manager's pages, with continuous batching and chunked prefill.
 
     Except for rounding, the output for each prompt equals the output of the model's own `generate(do_sample=False)`. If
     the manager caches prefixes, a call reuses the pages of earlier calls. Between calls the model is unchanged, so its
-    own `generate` works. The manager may have other users at the same time. `hf.manager_for` makes a manager that fits
+    own `generate` works. The manager may have other users at the same time. `hf.manager_for` builds a manager that fits
     a model. A step runs at most `token_budget` tokens, but at least one for each request that decodes.
 
     Raises `InvalidParamsError` if the manager's pages are for other layers, heads or element types. Raises

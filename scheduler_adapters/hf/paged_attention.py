@@ -33,14 +33,14 @@ _UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias")
 class _EqualCounts:
     """Requests with the same number of new tokens. They are computed together, padded to the longest context."""
 
-    rows: torch.Tensor  # int64 [requests, queries], the place of each query in the packed row
+    rows: torch.Tensor  # int64 [requests, queries], the index of each query in the packed row
     pages: torch.Tensor  # int64 [requests, pages], the pages to read; padding names the null page
     stale: tuple[torch.Tensor, ...]  # index (request, key) of each key beyond its request's last token
     mask: torch.Tensor  # bool [requests, 1, queries, keys], True where a query may see a key
 
 
 class PagedBatch:
-    """Where each token of a forward pass lies in the pages. Made once per pass and read by every layer.
+    """Where each token of a forward pass lies in the pages. Built once per pass and read by every layer.
 
     `inputs` has one entry for each shard of one replica, on the model's device, as `PagedKVCacheManager.fetch` returns
     them. All shards have equal block tables, and each shard holds its own range of heads. `starts` has each request's
@@ -295,7 +295,7 @@ def no_attention_mask(*_args: Any, **_kwargs: Any) -> None:
 
 
 def _seen_by(module: torch.nn.Module, sliding_window: int | None) -> LayerGroup | None:
-    """Returns which tokens the queries of a layer see, as a layer group; None for all."""
+    """Returns which tokens the queries of a layer see, as a layer group; None if they see all tokens."""
     if sliding_window is not None:
         return LayerGroup("window", (0,), sliding_window)
     config: Any = getattr(module, "config", None)
@@ -321,7 +321,7 @@ def _grouped_attention(
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes grouped-query attention by SDPA, without copying keys for the query heads that share them.
+    """Computes grouped-query attention with SDPA, without copying keys for the query heads that share them.
 
     The query heads that share a key/value head are treated as additional queries of a single head.
 

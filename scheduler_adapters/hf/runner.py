@@ -54,7 +54,7 @@ _switching = Lock()
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer that the demo and the front use."""
+    """The part of a tokenizer that the demo and the frontend use."""
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of `text`."""
@@ -267,7 +267,7 @@ def load_model(path: str | Path | None, seed: int = 0, device: str = "cpu") -> P
     The function downloads nothing. It drops the generation settings that change greedy decoding (a repetition penalty
     and the like) and keeps the end-of-sequence tokens. Raises `MissingExtraError` if `transformers` is not installed.
     Raises `ModelLoadError` if the directory or the device does not exist, the directory has no model, or weights are
-    missing or of another shape.
+    missing or have another shape.
     """
     transformers = _transformers()
     model: Any = tiny_llama(seed) if path is None else _load_directory(Path(path))
@@ -381,7 +381,7 @@ def state_bytes_of(model: PreTrainedModel, shards: int, pages: int) -> int:
 
 
 def eos_token_ids_of(model: PreTrainedModel) -> frozenset[int]:
-    """Returns the tokens at which the model's own `generate` ends."""
+    """Returns the tokens at which the model's own `generate` stops."""
     settings: Any = model.generation_config
     eos: int | list[int] | None = settings.eos_token_id
     return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
@@ -474,7 +474,7 @@ def is_rounding_tie(model: PreTrainedModel, prompt: Sequence[int], ours: Sequenc
     """
     same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
     if same is None:
-        return False  # the outputs are equal, or one is a prefix of the other, so there are no two tokens to compare
+        return False  # the outputs are equal, or one is a prefix of the other, so no two tokens differ
     ids = torch.tensor([[*prompt, *theirs[:same]]], device=model.device)
     with own_attention(model) as own:
         logits = own(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1]

@@ -66,7 +66,7 @@ class DecodeScheduler:
         times: time limits of the phases.
         clock: a monotonic clock, in seconds.
         keyring: keys for the connections to prefill processes; None for plain sockets.
-        trace: whether to make a trace span for each hand-over (`transfer.spans`).
+        trace: whether to create a trace span for each hand-over (`transfer.spans`).
 
     Attributes:
         counts: counters by name. "late": messages that were repeated, or that belong to an attempt that is over.
@@ -122,7 +122,7 @@ class DecodeScheduler:
 
     @property
     def open_requests(self) -> int:
-        """The number of open requests, unfinished pulls, and leases that peers got for pages by digest."""
+        """The number of open requests, unfinished pulls, and leases on pages that peers asked for by digest."""
         keys = {request.key for request in list(self._requests.values())} | self._exchange.open_pulls
         return len(keys) + self._exchange.lending.num_leases
 
@@ -135,8 +135,8 @@ class DecodeScheduler:
     def is_idle(self) -> bool:
         """Whether the process has nothing to do until a message arrives.
 
-        An idle process has no open request, no step to run and no open pull. No peer waits for its answer to a question
-        for pages.
+        An idle process has no open request, no step to run and no open pull. No peer waits for an answer to a query for
+        pages.
         """
         asked = self._exchange.open_pulls or self._exchange.lending.is_asked
         return not (self._requests or self._loop.has_work or asked)

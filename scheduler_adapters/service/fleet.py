@@ -1,4 +1,4 @@
-"""Starts prefill and decode servers on this host, exchanges messages with them, and ends them with the caller."""
+"""Starts prefill and decode servers on this host, exchanges messages with them, and stops them at the end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PROGRAM = (sys.executable, "-m", "scheduler_adapters.service.program")
 PREFIX = "pagewire-run-"  # prefix of the names of run folders
-MEMORY_VARIABLE = "UCX_POSIX_DIR"  # UCX makes the files of its shared memory in this folder
+MEMORY_VARIABLE = "UCX_POSIX_DIR"  # UCX creates the files of its shared memory in this folder
 _TRIES = 10
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0
@@ -43,15 +43,16 @@ class Fleet:
 
     Args:
         configs: the settings of each server. If `name`, `frontend`, `listen` or `prefills` is empty, the fleet fills it
-            in; the name is then the role. If the settings of a server name a `frontend`, the fleet only starts and ends
-            that server, which exchanges its messages with the named frontend.
+            in; the name is then the role. If the settings of a server name a `frontend`, the fleet only starts and
+            stops that server, which exchanges its messages with the named frontend.
         program: the command that starts a server. The server reads its settings from standard input.
-        curve: whether to make new keys for the servers, so that their sockets are encrypted and admit no other process.
+        curve: whether to generate new keys for the servers, so that their sockets are encrypted and admit no other
+            process.
         send_timeout_s: how long `send` waits for a server that accepts no message, in seconds.
 
     Raises:
         ServiceError: any method raises this if a server does not answer, or has died without being killed here.
-            `__exit__` then ends all servers.
+            `__exit__` then stops all servers.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Fleet:
         self._logs: dict[str, IO[bytes]] = {}
         self._down: set[str] = set()
         self.ready: dict[str, msg.Ready] = {}  # the first `Ready` of each server
-        self._made = ExitStack()  # ends everything that was made, in reverse order
+        self._made = ExitStack()  # closes everything that was created, in reverse order
 
     def _configure(self) -> None:
         self._configs = {config.name: config for config in map(self._filled_in, self._asked)}
@@ -153,17 +154,17 @@ class Fleet:
             raise ServiceError(f"the {name} process cannot be reached: {error}") from error
 
     def expect_end(self, name: str) -> None:
-        """Declares that this server may end from now on without an error. `restart` starts it again."""
+        """Declares that this server may exit from now on without causing an error. `restart` starts it again."""
         self._down.add(name)
 
     def kill(self, name: str) -> None:
-        """Kills a server as abruptly as a crash would, and waits until the process has ended."""
+        """Kills a server as abruptly as a crash would, and waits until the process has exited."""
         self.expect_end(name)
         self._processes[name].kill()
         self._processes[name].wait()
 
     def restart(self, name: str) -> None:
-        """Starts an ended server with its old settings. Its `Ready` message says when it serves again."""
+        """Restarts a server that has exited, with its old settings. Its `Ready` message says when it serves again."""
         self._close(name)
         self._start_one(name)
         self._down.discard(name)
@@ -173,11 +174,11 @@ class Fleet:
         return self._processes[name].poll()
 
     def has_ended(self, name: str) -> bool:
-        """Whether the server has ended."""
+        """Whether the server has exited."""
         return self.status(name) is not None
 
     def how_ended(self, name: str) -> str:
-        """Returns how a server has ended: "ended" or "died", its status or signal, and the last line of its output."""
+        """Returns how a server has exited: "ended" or "died", its status or signal, and the last line of its output."""
         status = self.status(name)
         how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
         return f"{'died' if status else 'ended'} ({how}){self._last_words(name)}"
@@ -186,7 +187,7 @@ class Fleet:
         """Receives messages from the servers. Waits up to `timeout_s` seconds for the first one.
 
         Raises:
-            ServiceError: a server has ended, or reports why it is about to end.
+            ServiceError: a server has exited, or reports why it is about to exit.
         """
         messages = self._received(timeout_s)
         if any(map(self.has_ended, self.running)):
@@ -216,9 +217,9 @@ class Fleet:
         return messages
 
     def _make(self) -> None:
-        """Makes the folder, sockets and processes.
+        """Creates the folder, sockets and processes.
 
-        Signals are delayed until everything that was made is recorded, so that all of it can be ended.
+        Signals are delayed until everything that was created has been recorded, so that all of it can be cleaned up.
         """
         with held():
             self._folder = RunFolder()
@@ -228,9 +229,9 @@ class Fleet:
             self._context: Context = zmq.Context()
             self._made.callback(self._context.destroy, linger=0)
             self._socket = self._context.socket(zmq.ROUTER)
-            # LINGER must be set before a server connects. When a peer has died, libzmq ends its session with the value
-            # that was set when the peer connected. The default value has no limit, so `destroy` could wait for ever
-            # until a dead peer takes its messages.
+            # LINGER must be set before a server connects. When a peer has died, libzmq closes its session with the
+            # value that was set when the peer connected. The default value has no limit, so `destroy` could wait for
+            # ever until a dead peer takes its messages.
             self._socket.setsockopt(zmq.LINGER, 0)
             self._made.callback(self._close_all)
             self._configure()
@@ -265,7 +266,7 @@ class Fleet:
                 raise ServiceError(f"the {name} process cannot be started: {error}") from error
         if process.stdin is None:
             raise ServiceError(f"the {name} process has no standard input")
-        with suppress(BrokenPipeError):  # the process has already ended; the next `receive` reports how it ended
+        with suppress(BrokenPipeError):  # the process has already exited; the next `receive` reports how it exited
             process.stdin.write(msgspec.json.encode(self._configs[name]) + b"\n")
             process.stdin.flush()  # the pipe stays open, because its closing tells the process that its parent is gone
 
@@ -309,7 +310,7 @@ class Fleet:
         """Tells every server to stop. Reads the servers' messages at the same time.
 
         Their messages must be read, because a server with unread answers accepts no message. A server that was told to
-        stop may end; any other server that ends has died.
+        stop may exit. If any other server exits, it has died.
 
         Raises:
             ServiceError: a server has died, or accepts no message.
@@ -369,13 +370,13 @@ class Fleet:
 
 
 def memory_root() -> Path:
-    """Returns the folder in which UCX makes shared memory: `UCX_POSIX_DIR` if that is set, or else `/dev/shm`.
+    """Returns the folder in which UCX creates shared memory: `UCX_POSIX_DIR` if that is set, or else `/dev/shm`.
 
-    A process that is killed while it makes shared memory leaves the file there, and nobody removes the file. A server
-    therefore makes its shared memory in a `RunFolder` below this folder. Processes find each other's shared memory
+    A process that is killed while it creates shared memory leaves the file there, and nobody removes the file. A server
+    therefore creates its shared memory in a `RunFolder` below this folder. Processes find each other's shared memory
     through `/proc`, so the processes of two runs can connect.
 
-    Returns the folder for temporary files if the folder of UCX cannot be written.
+    Returns the folder for temporary files if UCX's folder is not writable.
     """
     root = os.environ.get(MEMORY_VARIABLE, "/dev/shm")  # noqa: S108  (UCX's own default)
     return Path(root if os.access(root, os.W_OK) else tempfile.gettempdir())
@@ -391,10 +392,10 @@ class RunFolder:
     user.
 
     Args:
-        root: the folder in which the new folder is made; by default the folder for temporary files.
+        root: the folder in which the new folder is created; by default the folder for temporary files.
 
     Raises:
-        ServiceError: no folder can be made.
+        ServiceError: the folder cannot be created.
     """
 
     def __init__(self, root: Path | None = None) -> None:

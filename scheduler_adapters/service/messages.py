@@ -87,7 +87,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Leaving(Message, frozen=True, kw_only=True, tag=True):
-    """Prefill to decode: this process accepts no new requests, and ends when all of its requests are read or over."""
+    """Prefill to decode: this process accepts no new requests, and exits when all of its requests are read or over."""
 
 
 class Rejected(Message, frozen=True, kw_only=True, tag=True):
@@ -100,7 +100,7 @@ class Rejected(Message, frozen=True, kw_only=True, tag=True):
 class Submit(Message, frozen=True, kw_only=True, tag=True):
     """Frontend to decode: serve this prompt."""
 
-    request_id: Name  # the client's id of the request; it can be used again once the request has ended
+    request_id: Name  # the client's id for the request; it can be used again once the request has ended
     prompt: Prompt
     max_new_tokens: TokenCount
     cache_salt: Salt | None = None  # requests with different salts never share a page
@@ -150,7 +150,7 @@ class PagesOffer(OfAttempt, frozen=True, kw_only=True, tag=True):
 
     source: Source  # the same in every offer of an attempt
     table: BlockTable  # the pages computed so far; the table may leave out pages that an earlier offer has named
-    prompt_digest: bytes  # `Prompt.digest` of the tokens whose KV the pages hold, made from prefill's own tokens
+    prompt_digest: bytes  # `Prompt.digest` of the tokens whose KV the pages hold, computed from prefill's own tokens
     token: Token | None = None  # the first new token; None while the prompt is still computed
     cached_tokens: OptionalCount = 0  # prompt tokens that prefill had cached
 
@@ -193,7 +193,7 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Fatal(Message, frozen=True, kw_only=True, tag=True):
-    """Server to frontend: this process ends because of this error."""
+    """Server to frontend: this process exits because of this error."""
 
     name: Name
     error: str
@@ -232,7 +232,7 @@ class Stats(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Left(Message, frozen=True, kw_only=True, tag=True):
-    """Server to frontend: the process has drained and ends now, with these final counters."""
+    """Server to frontend: the process has drained and exits now. These are its final counters."""
 
     stats: Stats
 
@@ -248,11 +248,11 @@ class Members(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Drain(Message, frozen=True, kw_only=True, tag=True):
-    """Frontend to server: accept no new request, and end when no request is open or held any more."""
+    """Frontend to server: accept no new request, and exit when no request is open or held any more."""
 
 
 class Stop(Message, frozen=True, kw_only=True, tag=True):
-    """Frontend to server: end now."""
+    """Frontend to server: exit now."""
 
 
 ToPrefill = Hello | Prefill | Cancel | Rejected
@@ -274,7 +274,7 @@ def decode(data: bytes) -> AnyMessage:
     """Returns the message that `encode` turned into `data`.
 
     Raises:
-        MessageError: the bytes are no message of this version, or a value in them is out of range.
+        MessageError: the bytes are not a message of this version, or a value in them is out of range.
     """
     try:
         return _decoder.decode(data)
@@ -285,7 +285,7 @@ def decode(data: bytes) -> AnyMessage:
 def decode_frames(frames: Sequence[bytes], wanted: UnionType) -> AnyMessage:
     """Returns the message in a list of exactly one frame. The message must be of a type in `wanted`.
 
-    Raises as `decode`.
+    Raises the same errors as `decode`.
     """
     if len(frames) != 1:
         raise MessageError(f"{len(frames)} frames are not a message: exactly 1 is needed")

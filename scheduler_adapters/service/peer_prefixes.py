@@ -45,9 +45,8 @@ FetchOutcome = Literal["pulled", "split", "computed", "stale", "unanswered", "no
 
 "pulled": at least one stretch was pulled while the request waited. "split": at least one stretch was pulled while the
 prompt was being computed. "computed": computing was estimated to be quicker, so no source was asked. The other outcomes
-tell what the last source led to. "stale": it has no more pages than this process. "unanswered": it gave no answer in
-time, or reported an error. "no_room": too few pages were free here. "failed": the pull failed, or the lent pages did
-not fit.
+describe the last source. "stale": it has no more pages than this process. "unanswered": it did not answer in time, or
+reported an error. "no_room": too few pages were free here. "failed": the pull failed, or the lent pages did not fit.
 """
 FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 
@@ -95,13 +94,13 @@ class _Fetch:
         stretches: chooses the pages to ask for, and imports them.
         places: address and engine id of each source that has not failed. The sources that were asked last are at the
             end.
-        to_ask: the places that are still to be asked for the current stretch.
+        to_ask: the sources that are still to be asked for the current stretch.
         since: time at which the current stretch was first asked for.
-        asked: keys of the questions that await an answer. An answer to any other question is late.
-        asked_at: time at which the questions in `asked` were sent.
+        asked: keys of the queries that await an answer. An answer to any other query is late.
+        asked_at: time at which the queries in `asked` were sent.
         share_s: how long each source may take to answer, in seconds, if the sources are asked one after another.
         wait_until: the time until which answers are awaited.
-        lent: the pages that sources have leased in answer to these questions.
+        lent: the pages that sources have leased in answer to these queries.
         outcome: the outcome that is counted if no source leases pages. The latest answer without pages sets it.
         pending: the import of the stretch that is being pulled from the sources of `lent`.
         pull_at: time at which the pull of `pending` began.
@@ -129,7 +128,7 @@ class _Fetch:
 
 
 class _PromptQuestion(NamedTuple):
-    """A question about a prompt that a source has not answered yet."""
+    """A query about a prompt, not answered by its source yet."""
 
     fetch: _Fetch
     place: Place
@@ -159,7 +158,7 @@ class PeerPrefixes:
         self._exchange = exchange
         self._clock = clock
         self._open: dict[str, _Fetch] = {}
-        # By key. A question is removed when the source has answered or its time is over.
+        # By key. A query is removed when the source has answered or its time is over.
         self._questions: dict[str, _PromptQuestion] = {}
         self._serial = itertools.count()
         self._met: Recent[str] = Recent()
@@ -219,8 +218,8 @@ class PeerPrefixes:
     def admitted(self, key: str, replica: int, cached: int) -> None:
         """Reports that a prompt begins to run on a replica, after `cached` cached tokens.
 
-        If the prompt runs on another replica than the replica that pulls its pages, it cannot use these pages. The
-        fetch is then dropped.
+        If the prompt does not run on the replica that pulls its pages, it cannot use these pages. The fetch is then
+        dropped.
         """
         fetch = self._open.get(key)
         if fetch is None:
@@ -237,9 +236,9 @@ class PeerPrefixes:
 
         The measurement is discarded if pages of the prompt were pulled during the computation.
 
-        If a pull of the prompt's pages has not been reported as complete, the computation was quicker. If the pull has
-        already taken longer than its estimate, this time is recorded as the time of the pull. An unfinished pull would
-        take even longer. Without this record, a link that has become slower would never be noticed, and pages would be
+        If a pull of the prompt's pages has not been reported as complete, the computation was quicker. If that pull has
+        already taken longer than estimated, the time so far is recorded as its duration. An unfinished pull would take
+        even longer. Without this record, a link that has become slower would never be noticed, and pages would be
         requested in vain for each further prompt.
         """
         if key not in self._split:
@@ -311,7 +310,7 @@ class PeerPrefixes:
     def _on_lent(self, replica: int, lent: Lent) -> Waiting | None:
         question = self._questions.pop(lent.key, None)
         if question is None:
-            return None  # the question belongs to another user of the exchange
+            return None  # the query belongs to another user of the exchange
         fetch, place = question
         is_late = lent.key not in fetch.asked
         fetch.asked.discard(lent.key)
@@ -392,7 +391,7 @@ class PeerPrefixes:
         return not any(are_new)
 
     def _took_s(self, fetch: _Fetch) -> float:
-        """Returns how long a pull has taken so far, in seconds, including the time for asking the source.
+        """Returns how long a pull has taken so far, in seconds, including the time that the query took.
 
         If the prompt runs, the pull may have ended during a step of the loop. The time between the end of the pull and
         the end of the step does not count.

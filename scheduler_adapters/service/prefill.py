@@ -1,9 +1,9 @@
 """`PrefillScheduler`: computes prompts for decode processes, and keeps the pages under leases until they are read.
 
 A request holds its pages while it runs. Afterwards its lease holds them until the lease has ended on every shard
-(`LeaseOver`). A request is therefore released as soon as its prompt has been computed or given up. No page is freed
-while its lease word, which readers check, is valid. The loop never preempts a running prompt, because a prompt gets
-pages for all of its tokens when it is admitted.
+(`LeaseOver`). A request is therefore released as soon as its prompt has been computed or the request has been given up.
+No page is freed while its lease word, which readers check, is valid. The loop never preempts a running prompt, because
+a prompt gets pages for all of its tokens when it is admitted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OFFERED_S = 5e-3
 class _DecodeConnection:
     """A decode process, identified by its connection.
 
-    If a decode process believes that this process has died, it makes a new connection.
+    If a decode process believes that this process has died, it opens a new connection.
     """
 
     name: str
@@ -107,7 +107,7 @@ class PrefillScheduler:
 
     @property
     def open_requests(self) -> int:
-        """The number of requests that run or are held for a reader, open pulls, and leases for pages by digest."""
+        """The number of requests that run or are held for a reader, open pulls, and leases on pages by digest."""
         return len({*list(self._requests)} | self._exchange.open_pulls) + self._exchange.lending.num_leases
 
     @property
@@ -119,8 +119,8 @@ class PrefillScheduler:
     def is_idle(self) -> bool:
         """Whether the process has nothing to do until a message arrives.
 
-        An idle process has no open request, no step to run and no open pull. No peer waits for its answer to a question
-        for pages.
+        An idle process has no open request, no step to run and no open pull. No peer waits for an answer to a query for
+        pages.
         """
         asked = self._exchange.open_pulls or self._exchange.lending.is_asked
         return not (self._requests or self._loop.has_work or asked)
@@ -437,7 +437,7 @@ class PrefillScheduler:
             self._end(request, f"timed out in phase {request.phase!r} on prefill process {self.name!r}")
 
     def _end(self, request: PrefillRequest, reason: str, *, silent: bool = False, final: bool = False) -> None:
-        """Gives a request up. Its prompt ends at once. The request itself ends when its lease has ended."""
+        """Gives a request up. Its computation stops at once. The request itself ends when its lease has ended."""
         request.silent, request.final = request.silent or silent, request.final or final
         self._loop.abort(request.key)
         if request.source is None:
@@ -448,7 +448,7 @@ class PrefillScheduler:
             self._exchange.revoke(request.source, reason)
 
     def _fail(self, request: PrefillRequest, reason: str) -> None:
-        """Ends a request that has no lease any more, and tells its reader why.
+        """Ends a request that no longer has a lease, and tells its reader why.
 
         If several reasons were recorded, the message has the first reason.
         """

@@ -91,7 +91,7 @@ class OwnPages(NamedTuple):
 
 
 def own_pages(manager: PulledPages, exchange: PageExchange, context: TextContext) -> OwnPages | None:
-    """Returns the pages of a request that this process has cached, for example from earlier turns; None without any."""
+    """Returns the pages of a request that this process has cached, for example from earlier turns, or None."""
     contents, replicas = manager.contents, range(manager.num_replicas)
     wanted = contents.digests(context)
     cached = [contents.cached(replica, wanted) for replica in replicas]
@@ -103,14 +103,14 @@ def own_pages(manager: PulledPages, exchange: PageExchange, context: TextContext
 
 
 class PrefillConnection:
-    """The connection to one prefill process. After a loss, a new connection is made; the lost one stays unused.
+    """The connection to one prefill process. After a loss, a new connection is opened; the lost one is not reused.
 
     A loss ends the connection's requests on both sides. Messages to a dead process may still wait in the socket of the
     lost connection. Because that socket is never used again, they cannot reach the process that replaces the dead one.
 
     Attributes:
         welcome: the process's description of itself; None while it is not connected.
-        lost: reasons of losses that the owner has not processed yet.
+        lost: the reason for each loss that the owner has not processed yet.
         load: prompt tokens of this decode process that the prefill process still has to compute.
         history: the prompts that were sent to the process. They show what the process has probably cached.
         malformed: number of messages that could not be decoded.
@@ -198,7 +198,7 @@ class PrefillConnection:
                     pass
 
     def lose(self, reason: str) -> None:
-        """Gives the connection up. A later `poll` makes a new one."""
+        """Gives the connection up. A later `poll` opens a new one."""
         if self.welcome is not None:
             self.lost.append(reason)
         self.close()
@@ -260,9 +260,9 @@ def route(
 ) -> tuple[PrefillConnection, int] | None:
     """Sends a prompt to the prefill process that is expected to finish it first, given its load and history.
 
-    If several processes are equal, the process with the shortest history is chosen. A process in `avoid` is chosen only
-    if no other process is connected. If `wanted` names a process, it takes precedence over load and history. Returns
-    the chosen connection and the tokens that were added to its load, or None if no process accepted the prompt.
+    If several processes are equally good, the one with the shortest history is chosen. A process in `avoid` is chosen
+    only if no other process is connected. If `wanted` names a process, it takes precedence over load and history.
+    Returns the chosen connection and the tokens that were added to its load, or None if no process accepted the prompt.
     """
     there = [one for one in connections if one.takes_requests]
     if not there:

@@ -1,6 +1,6 @@
 """A prefill or decode server: `python -m scheduler_adapters.service.program`, with its settings on standard input.
 
-The process ends when its parent ends, even while it is still starting. This module therefore imports nothing heavy
+The process exits when its parent exits, even while it is still starting. This module therefore imports nothing heavy
 before it watches its parent: importing `scheduler_adapters.service.server` takes seconds.
 """
 
@@ -15,21 +15,21 @@ import threading
 
 _PR_SET_PDEATHSIG = 1
 PARENT_GONE = 3
-"""The exit status of a process whose parent has ended."""
+"""The exit status of a process whose parent has exited."""
 
 
 def die_with_parent() -> None:
-    """Ends this process when its parent ends, even if the parent is killed.
+    """Makes this process exit when its parent exits, even if the parent is killed.
 
     Standard input must be a pipe from the parent. A thread waits until the pipe hangs up, which happens when the parent
-    ends, and reads nothing from it.
+    exits. It reads nothing from the pipe.
 
-    On Linux, the kernel is also told to kill this process when the parent ends, in case Python is stuck.
+    On Linux, the kernel is also told to kill this process when the parent exits, in case Python is stuck.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # If the parent ended before the call of `prctl`, the kernel sends no signal. Only the pipe then shows that the
-    # parent has ended.
+    # If the parent exited before the call to `prctl`, the kernel sends no signal. Only the pipe then shows that the
+    # parent has exited.
     hung_up = select.poll()
     hung_up.register(sys.stdin.fileno(), 0)  # POLLHUP is reported without being requested
 

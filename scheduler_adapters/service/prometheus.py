@@ -130,7 +130,7 @@ def collectors(
 
 
 def registry_of(*made: FamilyCollector) -> CollectorRegistry:
-    """Returns a registry of only these collectors."""
+    """Returns a registry that has only these collectors."""
     registry = CollectorRegistry()
     for collector in made:
         registry.register(collector)

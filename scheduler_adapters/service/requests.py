@@ -28,8 +28,9 @@ On the decode side, a request continues with the next attempt when one fails:
     pulling     pages are reserved here, and READs fill them
     decoding    the request runs in the loop
 
-From any phase, a failure or a cancellation leads to `over`. Deadlines are on a monotonic clock of this process;
-messages to the other side carry durations. If several reasons for a failure are reported, the first one is kept.
+From any phase, a failure or a cancellation leads to `over`. Deadlines are times of this process's monotonic clock, so
+messages to the other side carry durations instead. If several reasons for a failure are reported, the first one is
+kept.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class Recent(Generic[_Name]):
 
 
 def prompt_of(tokens: Sequence[int] | NDArray[np.int32], cache_salt: str | None) -> Prompt:
-    """Returns everything that the KV of a request depends on: its tokens and salt."""
+    """Returns everything on which the KV of a request depends: its tokens and salt."""
     return Prompt(np.array(tokens, np.int32), "" if cache_salt is None else f"={cache_salt}")
 
 
@@ -151,7 +152,7 @@ class TrackedRequest:
     """The part of a request's state that both the prefill side and the decode side keep.
 
     Attributes:
-        request_id: the client's id of the request.
+        request_id: the client's id for the request.
         attempt: a number that decode increases for each attempt at any request.
         phase: its current phase.
         deadline: the deadline of this phase.

@@ -1,7 +1,7 @@
 """The main program of a prefill or decode process (`scheduler_adapters.service.program` starts it).
 
 The settings arrive as one line of JSON on standard input. The pipe then stays open, because its closing shows that the
-parent has ended.
+parent has exited.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ready_s: float = 0.0  # seconds between two `Ready` messages to a frontend that tracks processes; 0 sends only one
     handshake: str = "tcp://127.0.0.1:0"  # endpoint at which peers ask for this process's engines
     keyring: str = ""  # file with this process's keys (`transfer.wire.keys`); empty for plain sockets
-    # whether to make an OpenTelemetry span for each hand-over, if the process has a tracer provider
+    # whether to create an OpenTelemetry span for each hand-over, if the process has a tracer provider
     trace: bool = False
-    metrics: str = ""  # host:port of the Prometheus metrics, port 0 for a free one; empty for none
+    metrics: str = ""  # host:port of the Prometheus metrics; port 0 picks a free port; empty for none
     watch: str = ""  # endpoint where the process can be watched (`kvcache.watch`); empty for none
     # The fleet's secret (`transfer.wire.secret`), from which the keys of all sockets are derived; used instead of a
     # keyring. Reading from other hosts requires a secret or a keyring.
@@ -150,7 +150,7 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
 
 
 class ChaosAgents:
-    """Makes agents with random faults, each with its own seed.
+    """Creates agents with random faults, each with its own seed.
 
     Faults that corrupt data silently are included only if pages are verified.
     """
@@ -162,7 +162,7 @@ class ChaosAgents:
         self._made: list[ChaosAgent] = []
 
     def __call__(self, name: str, memory_type: MemoryType) -> Agent:
-        """Makes another agent."""
+        """Creates another agent."""
         self._made.append(ChaosAgent(name, memory_type, seed=next(self._seeds), rates=self._rates))
         return self._made[-1]
 
@@ -339,7 +339,7 @@ class Herald:
 
 
 class _Rounds:
-    """The main loop. It handles the frontend's messages and runs the scheduler until the process has to end."""
+    """The main loop. It handles the frontend's messages and runs the scheduler until the process has to exit."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from transfer.wire.keys import Keyring
 MAX_UNREAD = 16_384
 """The most messages that wait for a frontend, besides those in its sockets (ZMQ keeps up to 1,000 at either end)."""
 LAST_WORDS_MS = 1000
-"""In milliseconds: how long an ending process waits for its frontend to take the last messages."""
+"""In milliseconds: how long an exiting process waits for its frontend to take the last messages."""
 _HEARTBEAT_MS = 500
 _SILENT_MS = 2000
 _MAX_QUEUED = 10_000
@@ -76,7 +76,7 @@ def join_frontend(socket: Socket, endpoint: str, name: str, keyring: Keyring | N
 
 
 def _follow_peers(socket: Socket) -> None:
-    """Makes a socket reconnect to a restarted peer, and give up a host that has vanished silently within a minute."""
+    """Makes a socket reconnect to a restarted peer, and notice within a minute if a host has silently vanished."""
     keep_alive(socket)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _SILENT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -130,8 +130,8 @@ class Pulse:
 
 def monitor_of(socket: Socket, events: int) -> Socket:
     """Returns a socket that becomes readable once one of these events has happened to `socket`."""
-    # The name must be unique. pyzmq's default name is made from the file descriptor, and may still belong to a socket
-    # that is being closed.
+    # The name must be unique. pyzmq derives its default name from the file descriptor, and the name may still belong to
+    # a socket that is being closed.
     return socket.get_monitor_socket(events, f"inproc://pagewire-monitor-{next(_monitors)}")
 
 
@@ -170,13 +170,13 @@ def received(socket: Socket) -> Iterator[list[bytes]]:
 def has_news(socket: Socket) -> bool:
     """Returns whether a message has arrived, without waiting.
 
-    Reading the socket option is five times as quick as pyzmq's `poll`, which first makes a poller.
+    Reading the socket option is five times as quick as pyzmq's `poll`, which first creates a poller.
     """
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def wait_for_any(sockets: Sequence[Awaited], timeout_ms: int) -> None:
-    """Waits until one of the sockets is readable, or until the time is over."""
+    """Waits until one of the sockets is readable, or until the time-out."""
     zmq.zmq_poll([(socket, zmq.POLLIN) for socket in sockets], timeout_ms)
 
 
@@ -208,7 +208,7 @@ class FrontendQueue:
     def flush(self) -> bool:
         """Sends as many queued messages as possible.
 
-        Returns whether the frontend has become deaf (`is_deaf`) by this call.
+        Returns whether the frontend counts as deaf (`is_deaf`) after this call but did not before.
         """
         while self._unread and self._sent(self._unread[0]):
             self._unread.popleft()

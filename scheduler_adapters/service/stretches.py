@@ -71,7 +71,7 @@ class Stretches(Protocol):
         ...
 
     def has_more(self, table: BlockTable, end: int) -> bool:
-        """Returns whether the source of `table` may also have the next stretch.
+        """Returns whether the source of `table` may have pages of the next stretch too.
 
         `table` names the pages that the source has leased. The pulled stretch ends at token `end`.
         """
@@ -147,9 +147,9 @@ class FromTheFront:
         return False
 
     def has_more(self, table: BlockTable, end: int) -> bool:
-        """Returns True if the source's table ends before the pulled stretch.
+        """Returns True if the source's table ends before the pulled stretch does.
 
-        The source then lacks pages of this stretch, but may have pages of the next stretch.
+        The source then lacks later pages of this stretch, but may have pages of the next one.
         """
         return table.num_tokens < end
 
@@ -230,7 +230,10 @@ class FromTheEnd:
         return True
 
     def _measure(self) -> None:
-        """Measures how quickly the prompt has been computed, before the request waits for a page or finds one."""
+        """Measures how quickly the prompt has been computed so far.
+
+        Must be called before the request waits for a pulled page or uses one.
+        """
         computed, seconds = self._context.start_idx - self._cached, self._clock() - self._ran_since
         if computed > 0 < seconds:
             self._estimate.compute.add(computed, seconds, self._cached)
@@ -242,7 +245,7 @@ class FromTheEnd:
         return True
 
     def has_more(self, table: BlockTable, end: int) -> bool:  # noqa: ARG002
-        """Returns True, because the next stretch lies before this stretch, and the same source may have it."""
+        """Returns True: the next stretch lies before this one in the prompt, so the same source may have it."""
         return True
 
     def reserve(self, tables: Sequence[BlockTable]) -> PendingImport | None:

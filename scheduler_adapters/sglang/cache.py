@@ -181,7 +181,7 @@ class PagewireCache(BasePrefixCache):
     # ---- SGLang's interface: publishing, locks and eviction
 
     def checkpoint(self, req: Req, *, up_to: int, **_: Any) -> None:
-        """Publishes and locks the full pages of a request's first `up_to` tokens, which must be computed.
+        """Publishes and locks the full pages of a request's first `up_to` tokens, which must have been computed.
 
         If another page with the same content was already published, the request's row is changed to name that page, and
         the request's own page is given back.
@@ -238,7 +238,7 @@ class PagewireCache(BasePrefixCache):
     def evict(self, params: EvictParams) -> EvictResult:
         """Gives unlocked pages back to SGLang, the least recently used pages first.
 
-        Gives back the fewest pages that hold `num_tokens` tokens, or all unlocked pages if these hold fewer tokens.
+        Gives back as few pages as are needed for `num_tokens` tokens, or all unlocked pages if these hold fewer tokens.
         """
         started = time.perf_counter()
         count = min(-(-max(0, params.num_tokens) // self.page_size), self.pool.free_count)
@@ -315,7 +315,7 @@ class PagewireCache(BasePrefixCache):
     ) -> tuple[_HashedIds, Digests]:
         """Returns the record of a request's tokens, and the digests of its whole pages.
 
-        `ids` is an `array('q')`, used up to `limit`.
+        `ids` is an `array('q')`; only its first `limit` entries are used.
 
         The digests end before the first token that is not an int32. If the request was hashed before, only its new
         tokens are hashed, unless its earlier tokens have changed. Earlier tokens change when the request is aborted.

@@ -51,7 +51,7 @@ _INT32 = (1 << 31) - 1
 
 
 class PagewireKVManager(CommonKVManager):
-    """The transfers of one rank, on either side. SGLang makes the object.
+    """The transfers of one rank, on either side. SGLang creates the object.
 
     Raises:
         InvalidEngineError: a setting, a model or a topology is not supported; the message names it.
@@ -90,7 +90,7 @@ class PagewireKVManager(CommonKVManager):
         return worker
 
     def _shared(self, made: Callable[[], Any]) -> Any:
-        """Returns the same object on every rank: rank 0 makes the object by calling `made`, and broadcasts it."""
+        """Returns the same object on every rank: rank 0 creates the object by calling `made`, and broadcasts it."""
         group = get_parallel().attn_tp_group
         return group.broadcast_object(made() if self.attn_tp_rank == 0 else None, src=0)
 
@@ -164,7 +164,7 @@ class PagewireKVManager(CommonKVManager):
             self.update_status(room, STATES.Failed)
 
     def prefill_gone(self, address: str) -> None:
-        """Forgets the connections to the process at `address`, which has ended.
+        """Forgets the connections to the process at `address`, which has exited.
 
         The next request asks the rendezvous for the new address.
         """
@@ -347,9 +347,9 @@ class PagewireKVBootstrapServer(CommonKVBootstrapServer):
 
 
 def prompt_of(req: Req) -> Prompt:
-    """Returns the tokens and the salt of a request: what its KV depends on, in a form that is equal on both servers.
+    """Returns the tokens and the salt of a request, on which its KV depends. They are the same on both servers.
 
-    SGLang replaces an image by tokens made from its hash. An adapter's number differs between servers, so the prompt
+    SGLang replaces an image with tokens made from its hash. An adapter's number differs between servers, so the prompt
     does not include it. Therefore a router must send a request with an adapter only to servers that have this adapter.
     """
     tokens = np.concatenate([np.asarray(ids, np.int64) for ids in (req.origin_input_ids, req.output_ids)])

@@ -1,4 +1,4 @@
-"""Derives the configuration of our workers from an SGLang scheduler. Unsupported features are refused at start."""
+"""Derives the configuration of our workers from an SGLang scheduler. Unsupported features are refused at startup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
 
 building: ContextVar[Any] = ContextVar("building")
-"""The SGLang queue that is making its manager now. SGLang passes only pointers to a manager.
+"""The SGLang queue that is creating its manager now. SGLang passes only pointers to a manager.
 
 The manager takes the pools from this queue.
 """

@@ -101,7 +101,7 @@ class RoomLeases:
     Args:
         worker: our connector worker of this rank.
         scheduler: our connector's scheduler side of this engine.
-        server: receives the messages of decode and of the other ranks.
+        server: receives the messages from decode and from the other ranks.
         leader: sends commands to the other ranks.
         told: callbacks for the events of a room.
         expect_s: how long, in seconds, a room is kept that decode has asked for and that SGLang has not opened. After
@@ -143,7 +143,7 @@ class RoomLeases:
         self._tell_wishes(room, known)
 
     def offer(self, room: int, computed: Computed) -> None:
-        """Asks for a lease of the pages of a room.
+        """Requests a lease on the pages of a room.
 
         When every rank has granted it, decode is told that the pages can be read.
         """
@@ -173,7 +173,7 @@ class RoomLeases:
                 self._failed.popitem(last=False)
 
     def step(self) -> None:
-        """Handles messages of decode and events of the transfer thread, without waiting.
+        """Handles messages from decode and events from the transfer thread, without waiting.
 
         Raises:
             EngineClosedError: the transfer thread has died.
@@ -284,7 +284,7 @@ class FollowerLeases:
 
     Args:
         worker: worker of this rank.
-        follower: receives commands of rank 0.
+        follower: receives commands from rank 0.
         told: callbacks for the end of a room: its pages were read, or it failed.
     """
 

@@ -76,7 +76,7 @@ def _register_transfer() -> None:
 
 
 def _hook(member: object) -> None:
-    """Installs the hooks through which SGLang uses our classes, and a hook that shows which queue makes a manager."""
+    """Installs the hooks through which SGLang uses our classes, and a hook that tells which queue creates a manager."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
     targets = ("sglang.srt.disaggregation.utils.get_kv_class", *(f"{queue}._init_kv_manager" for queue in QUEUES))

@@ -1,4 +1,4 @@
-"""Describes SGLang's KV pools as groups and tensors of a connector worker. Unknown pools are refused at start."""
+"""Describes SGLang's KV pools as groups and tensors of a connector worker. Unknown pools are refused at startup."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class PullsTold(Protocol):
         ...
 
     def prefill_gone(self, address: str) -> None:
-        """Called when the prefill process at `address` has ended."""
+        """Called when the prefill process at `address` has exited."""
         ...
 
 
@@ -129,7 +129,7 @@ class RoomPulls:
         return not any(known.room == room and known.is_loading for known in self._open.values())
 
     def step(self) -> None:
-        """Handles messages of prefill and events of the transfer thread, without waiting.
+        """Handles messages from prefill and events from the transfer thread, without waiting.
 
         Raises:
             EngineClosedError: the transfer thread has died.

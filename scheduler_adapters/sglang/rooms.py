@@ -133,7 +133,7 @@ class RoomServer:
     """Prefill's end of the sockets. Only the scheduler's thread may use it. No call waits.
 
     Args:
-        host: address to bind, on a port of the system's choice.
+        host: address to bind. The system chooses the port.
         keyring: keys of the fleet. Only processes of the fleet are then admitted. With None, every process is admitted.
 
     Attributes:
@@ -199,16 +199,16 @@ class RoomClient:
         return made
 
     def received(self) -> Iterator[FromPrefill]:
-        """Yields the messages of prefill that have arrived."""
+        """Yields the messages that have arrived from prefill."""
         for connection in list(self._connections.values()):
             for frames in received(connection.socket):
                 try:
                     yield _from_prefill.decode(frames[-1])
                 except msgspec.DecodeError:
-                    continue  # the message cannot be decoded, so its room will fail by a time-out
+                    continue  # the message cannot be decoded, so its room will time out
 
     def lost(self) -> Iterator[str]:
-        """Yields the endpoints of processes that have ended or cannot be reached.
+        """Yields the endpoints of processes that have exited or cannot be reached.
 
         Such a process will not answer earlier messages. A new process may have started at the same endpoint.
         """

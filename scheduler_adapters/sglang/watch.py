@@ -43,7 +43,7 @@ def watch(cache: object, settings: Settings) -> None:
 
     Only rank 0 serves them, because all ranks have the same pages.
 
-    Raises what `Watch` raises if the endpoint cannot be bound.
+    If the endpoint cannot be bound, raises the same error as `Watch`.
     """
     if not settings.watch or not isinstance(cache, PagewireCache) or get_parallel().attn_tp_rank:
         return

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionBackend
 
-# Backends are matched by class instead of by name, because two backends of vLLM are named FLASH_ATTN.
+# Backends are matched by class instead of by name, because two of vLLM's backends are named FLASH_ATTN.
 _BACKENDS = "vllm.v1.attention.backends."
 _BY_TOKEN = {
     "flash_attn.FlashAttentionBackend",
@@ -57,7 +57,7 @@ class Contents:
     """The contents of the pages of some layers.
 
     Attributes:
-        text: a name for the contents; it must be equal on both sides of a transfer.
+        text: a name for the contents. It must be the same on both sides of a transfer.
         whole_pages: True if only the backend knows how the elements of a head lie in a page. The pages are then moved
             whole.
         columns: True if each head of a page has first all keys, one column per token, and then all values, one row per
@@ -157,9 +157,9 @@ def _contents(
 
 
 def _keys_and_values(spec: Any) -> str:
-    """Returns a text that describes the keys and values in a page, for comparison with the other side.
+    """Returns a string that describes the keys and values in a page, for comparison with the other side.
 
-    The text includes the sizes of keys and values if these differ. Both sides then need the same sizes.
+    The string includes the sizes of keys and values if these differ. Both sides then need the same sizes.
     """
     values = getattr(spec, "head_size_v", None) or spec.head_size
     return "keys and values" if values == spec.head_size else f"keys of {spec.head_size} and values of {values}"

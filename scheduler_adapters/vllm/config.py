@@ -1,7 +1,7 @@
 """Derives the configuration of our workers from vLLM's own configs and from our options.
 
-Anything unknown is refused when the engine starts, and the error names it. Otherwise a cache could be
-transferred in a wrong shape without any error.
+Anything unknown is refused when the engine starts, and the error names it. Otherwise a cache could be transferred with
+a wrong shape without any error.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def log_as_vllm() -> None:
 
 
 class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
-    """One half of the connector: vLLM makes one in its scheduler's process, and one in each worker's process.
+    """One half of the connector: vLLM creates one in its scheduler's process, and one in each worker's process.
 
     Its methods are vLLM's; see `KVConnectorBase_V1` for when each is called.
 
@@ -97,14 +97,14 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
             raise EngineClosedError("the worker's side exists only in a worker, and not after shutdown")
         return self._worker
 
-    # vLLM calls these methods before it makes a connector. Invalid options therefore end the start in these calls.
+    # vLLM calls these methods before it creates a connector, so invalid options already fail the startup here.
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Returns False, because this connector does nothing layer by layer.
 
-        With full graphs, vLLM calls this method before it starts any process of the engine. Invalid options therefore
-        end the start in this call.
+        With full graphs, vLLM calls this method before it starts any process of the engine, so invalid options already
+        fail the startup here.
         """
         check_options(extra_config)
         return False
@@ -154,7 +154,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling.set_handshake_metadata(ranks)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Starts the handshake server of an engine without pipeline stages."""
+        """Starts the handshake server, for an engine without pipeline stages."""
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): found for rank, found in metadata.items()})
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
@@ -276,7 +276,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata
 
     def shutdown(self) -> None:
-        """Ends every lease and load, and the handshake server. Safe to call twice."""
+        """Ends every lease and load, and stops the handshake server. Safe to call twice."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
@@ -284,6 +284,6 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 # With a `MultiConnector`, the metrics process gets our stats as plain data, and looks up their class by connector name.
-# An unknown name would end that process.
+# An unknown name would crash that process.
 with suppress(ValueError):  # the name is already registered
     KVConnectorFactory.register_connector(PagewireConnector.__name__, __name__, PagewireConnector.__name__)

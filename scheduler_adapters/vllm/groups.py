@@ -1,4 +1,4 @@
-"""Makes page groups from vLLM's cache specs: layers, the layout of their tensors, and the contents of a page.
+"""Builds page groups from vLLM's cache specs: layers, the layout of their tensors, and the contents of a page.
 
 The tensors are always [blocks, heads, tokens, content], and their strides give the layout in memory. How keys and
 values lie in `content` depends on the backend's kernels: see `backends.py`.
@@ -113,7 +113,7 @@ def _all_heads(where: str, vllm_config: VllmConfig, here: int) -> int:
     tp_size, total = vllm_config.parallel_config.tensor_parallel_size, vllm_config.model_config.get_total_num_kv_heads()
     if len(share(total, tp_size, 0)) == here:
         return total
-    # these layers have another number of heads than the model's config says, so an even share is assumed
+    # the model's config gives a different number of heads for these layers, so an even share is assumed
     if here > 1 or tp_size == 1:
         return here * tp_size
     raise InvalidEngineError(

@@ -43,7 +43,7 @@ class WorkersMetadata(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Concatenates two reports.
 
-        A rank can occur twice, because vLLM keeps the report that the rank has made for a step that failed.
+        A rank can occur twice, because vLLM keeps a rank's report on a step that failed.
         """
         if not isinstance(other, WorkersMetadata):
             raise TypeError(f"got worker metadata of type {type(other).__name__}; WorkersMetadata is expected")

@@ -1,8 +1,8 @@
 """`Options`: the settings in `kv_connector_extra_config`, checked before anything is made from them.
 
-vLLM logs its arguments, and it makes a connector only after minutes of loading weights. Therefore an option names the
-place of a secret instead of the secret itself. All faults are reported together at the start, with the values as the
-user wrote them.
+vLLM logs its arguments, and it makes a connector only after minutes of loading weights. An option therefore says where
+a secret is stored, and never contains the secret itself. All faults are reported together at startup, with the values
+as the user wrote them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def secured_by(self) -> str:
-        """A text that says where the side channel's keys come from, for the log."""
+        """Says where the side channel's keys come from, for the log."""
         return "of a secret" if self.secret else "of a keyring" if self.keyring else "none"
 
 
@@ -121,7 +121,7 @@ def _raise(faults: list[str]) -> None:
 
 
 def _vllms() -> dict[str, Any]:
-    """Returns the host and the port of vLLM's NIXL side channel. A port that vLLM cannot parse is returned as text."""
+    """Returns the host and the port of vLLM's NIXL side channel. A port that vLLM cannot parse remains a string."""
     try:
         port: Any = envs.VLLM_NIXL_SIDE_CHANNEL_PORT
     except ValueError:
@@ -146,7 +146,7 @@ def _faults(given: Mapping[str, Any], spelled: Mapping[str, str] = MappingProxyT
 
 
 def _fault(name: str, value: Any) -> str:
-    """Returns what is wrong with a value, or an empty text if the value is valid."""
+    """Returns what is wrong with a value, or an empty string if the value is valid."""
     expected = f"{_EXPECTED[name]} is expected"
     try:
         found: Any = msgspec.convert(value, _TYPES[name], strict=False)

@@ -37,7 +37,7 @@ def prove(config: WorkerConfig, layers: Mapping[str, Any], caches: Mapping[str, 
         dtype: dtype of the model's keys and values.
 
     Raises:
-        InvalidEngineError: vLLM writes to other places than the boxes describe, or the test write has failed.
+        InvalidEngineError: vLLM does not write to the addresses that the boxes give, or the test write has failed.
     """
     memory, tried = cache_layout(config, caches), 0
     with torch.inference_mode():
@@ -82,7 +82,7 @@ class _Proof:
     def _elements(self, pages: Sequence[int]) -> Iterator[str]:
         """Writes the number of every element, digit by digit, and reads the digits back.
 
-        Yields a message for each digit that is read in another place than it was written.
+        Yields a message for each digit that is not read back from where it was written.
         """
         view = self.view
         shape = (len(pages) * view.page_size, view.heads, view.content)

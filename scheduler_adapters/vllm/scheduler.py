@@ -7,7 +7,7 @@ keeps the request in its queue. A dead source and invalid params are noticed bef
 
 A request that cannot be loaded is still parked, and then reported as failed. vLLM then applies its
 `kv_load_failure_policy`: the request fails, or vLLM computes the prompt and a warning is logged. Invalid input from
-outside raises no exception here, because an exception would end the engine.
+outside raises no exception here, because an exception would stop the engine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pagewire.vllm")
 _DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-_NULL = 0  # vLLM's null block, which takes the place of blocks that a window no longer covers
+_NULL = 0  # vLLM's null block, which replaces the blocks that a window no longer covers
 
 
 class SchedulerSide:
@@ -351,7 +351,7 @@ class SchedulerSide:
         return True, params
 
     def close(self) -> None:
-        """Ends the handshake server. Safe to call twice."""
+        """Stops the handshake server. Safe to call twice."""
         self._connector.close()
 
 
@@ -366,7 +366,7 @@ def _is_source(params: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
 
 
 def _without_null(block_ids: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:
-    """Removes the null blocks at the front of each group.
+    """Removes the null blocks at the beginning of each group.
 
     A null block stands for a block that a window no longer covers. The function returns the other blocks of each group,
     and the number of null blocks that were removed from each group.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _TENSORS = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "SHORT_CONV": 1}
 """The known kinds of layers, and the number of state tensors of each kind. The tensor of the convolution comes first.
 
-A layer with another number of tensors is treated as unknown.
+A layer with a different number of tensors is treated as unknown.
 """
 
 
@@ -67,7 +67,7 @@ def state_parts(where: str, spec: MambaSpec, ranks: int, layer: Any) -> tuple[St
 
 
 def described(spec: MambaSpec) -> str:
-    """Returns a text with further properties of a state. The text must be equal on both sides of a transfer."""
+    """Returns a string with further properties of a state. It must be the same on both sides of a transfer."""
     if not is_cut(spec):
         return "states " + " and ".join("x".join(map(str, shape)) for shape in spec.shapes)
     columns = spec.shapes[0][1 if is_conv_state_dim_first() else 0]

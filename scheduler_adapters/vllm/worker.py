@@ -1,4 +1,4 @@
-"""The worker's side of our vLLM connector: one rank's caches, and its reports to vLLM of leases and loads."""
+"""The worker's side of our vLLM connector: one rank's caches, and its reports to vLLM on leases and loads."""
 
 from __future__ import annotations
 
