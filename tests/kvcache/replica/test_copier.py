@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcache import InvalidRequestError, InvariantError, LayerGroup, NotReservedError
+from kvcache import InterruptedCallError, InvalidRequestError, InvariantError, LayerGroup, NotReservedError
 from tests.kvcache.replica.test_imports import beginning, prefilled, receiver
 
 TWO_TABLES: dict[str, Any] = {
@@ -99,3 +99,140 @@ def test_a_row_that_may_run_in_pages_that_others_may_share_is_a_discrepancy(make
     with pytest.raises(InvariantError, match=f"row {row} may run in the pages of a cancelled import"):
         target.check()
     replica.rows.measure(row, usable=False)
+
+
+@pytest.mark.parametrize("first", [None, 4, 8])
+@pytest.mark.parametrize("proves", [0, 4, 16])
+def test_a_copier_proves_the_tokens_that_it_has_taken_or_fewer(make: Any, first: int | None, proves: int) -> None:
+    _, table = prefilled(make)
+    target = make(16, page_size=4)
+    context = receiver(target)
+    begun = table if first is None else beginning(table, first)
+    pending = target.import_block_table(context, begun, partial=first is not None)
+    copier = target.copier(pending)
+    taken = list[int]()
+    if first is not None:
+        (copy,) = copier.take(last=False)
+        taken += copy.dst_pages[: len(copy.src_pages)].tolist()
+        assert copier.take(last=False)[0].src_pages.size == 0
+        with pytest.raises(InvalidRequestError, match=f"took tokens up to {first}, but not yet the last ones"):
+            copier.prove()
+        target.extend_import(context, pending, table, last=True)
+    (copy,) = copier.take()
+    taken += copy.dst_pages[: len(copy.src_pages)].tolist()
+    assert taken == list(target.get_req_blocks("d"))[:5], "each page is taken once, in the order of the tokens"
+    with pytest.raises(InvalidRequestError, match="no pages left to copy, because its copier has already taken the la"):
+        copier.take()
+    proof = copier.prove(proves)
+    assert (proof.request_id, proof.num_tokens) == ("d", proves or 18)
+    assert copier.proof is proof
+    assert copier.is_over
+    with pytest.raises(InvalidRequestError, match="no pages left to copy"):
+        copier.take()
+    target.commit_import(context, pending, proof)
+    assert context.start_idx == (proves or 18)
+    target.check()
+
+
+@pytest.mark.parametrize("ends", ["gives up", "proves"])
+@pytest.mark.parametrize("when", ["before the cancel", "after the cancel"])
+def test_the_pages_of_a_cancelled_import_are_free_once_its_copier_has_ended(make: Any, ends: str, when: str) -> None:
+    _, table = prefilled(make)
+    target = make(16, page_size=4)
+    context = receiver(target)
+    pending = target.import_block_table(context, table)
+    copier = target.copier(pending)
+    copier.take()
+    end = copier.give_up if ends == "gives up" else copier.prove
+    if when == "before the cancel":
+        end()
+        assert target._replicas.each[0].imports.written_states == []
+        target.cancel_import(pending)
+    else:
+        target.cancel_import(pending)
+        with pytest.raises(InvalidRequestError, match="no pages left to copy, because its import is closed"):
+            copier.take()
+        target.release("d")
+        target.check()
+        assert target.num_free_blocks == 11, "the copier may still write"
+        end()
+    copier.give_up()
+    target.check()
+    target.release("d") if when == "before the cancel" else None
+    assert target.num_free_blocks == 16
+    assert not target._replicas.each[0].imports.copiers
+
+
+def test_a_copier_that_ends_while_the_manager_needs_recovery_leaves_the_pages_to_it(make: Any) -> None:
+    _, table = prefilled(make)
+    target = make(16, page_size=4)
+    pending = target.import_block_table(receiver(target), table)
+    copier = target.copier(pending)
+    target.cancel_import(pending)
+    target.release("d")
+    with pytest.raises(KeyboardInterrupt), target._replicas.each[0].imports._mark.changing("fetch"):
+        raise KeyboardInterrupt
+    copier.give_up()
+    assert copier.is_over
+    assert target.num_free_blocks == 11
+    with pytest.raises(InterruptedCallError, match="fetch was interrupted"):
+        target.fetch([])
+    assert target.recover().call == "fetch"
+    target.check()
+    assert target.num_free_blocks == 16
+
+
+def test_a_copier_that_is_interrupted_when_it_ends_is_over_and_its_pages_are_mended(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stops(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    _, table = prefilled(make)
+    target = make(16, page_size=4)
+    pending = target.import_block_table(receiver(target), table)
+    copier = target.copier(pending)
+    target.cancel_import(pending)
+    target.release("d")
+    with monkeypatch.context() as patched:
+        patched.setattr(target._replicas.each[0].imports, "_give_back", stops)
+        with pytest.raises(KeyboardInterrupt):
+            copier.give_up()
+    assert copier.is_over
+    assert target.recover().call == "give_up"
+    target.check()
+    assert target.num_free_blocks == 16
+    assert not target._replicas.each[0].imports.copiers
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("closed", "request 'd': its import is closed, but still has its pages"),
+        ("unknown row", "row 3 may run in the pages of a cancelled import, which other requests may share"),
+        ("not listed", "row 0 waits for an import of 'd' that is not its own"),
+        ("other row", "row 1 waits for an import of 'd' that is not its own"),
+    ],
+)
+def test_a_check_finds_imports_that_do_not_fit_their_rows(make: Any, change: str, message: str) -> None:
+    _, table = prefilled(make)
+    target = make(40, page_size=4)
+    pending = target.import_block_table(receiver(target), table)
+    receiver(target, name="other")
+    imports = target._replicas.each[0].imports
+    assert [target._replicas.each[0].rows.row_of[name] for name in ("d", "other")] == [0, 1]
+    imports.check()
+    each, of_row = [*imports.each], {**imports.of_row}
+    if change == "closed":
+        pending.closed = True
+    elif change == "unknown row":
+        imports.to_give_back.add(3)
+    elif change == "not listed":
+        imports.each.clear()
+    else:
+        imports.of_row[1] = pending
+    with pytest.raises(InvariantError, match=message):
+        imports.check()
+    pending.closed, imports.each[:], imports.of_row = False, each, of_row
+    imports.to_give_back.clear()
+    imports.check()
