@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -36,13 +36,24 @@ _CONVOLVED: dict[StateForm, tuple[str, ...]] = {
     "linear": (),
 }
 
-_function = functools.partial(of_kind, kind=cast("type[object]", Callable), needed="a function")
+_TRANSPORTS = ("tcp://", "ipc://", "inproc://")
+
+
+def _kind(kind: Any, needed: str) -> Callable[[str, Any], object]:
+    return functools.partial(of_kind, kind=kind, needed=needed)
+
+
+def _apply(rules: Mapping[str, Callable[[str, Any], object]], params: object) -> None:
+    """Check each field for which there is a rule, and replace numpy's numbers by Python's."""
+    for name, rule in rules.items():
+        object.__setattr__(params, name, rule(name, getattr(params, name)))
+
+
 _SHAPE_RULES: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("layers", "heads", "head_dim", "groups", "d_state", "kernel"), functools.partial(whole, least=1)),
-    **dict.fromkeys(("conv_dtype", "ssm_dtype"), functools.partial(of_kind, kind=torch.dtype, needed="a torch.dtype")),
+    **dict.fromkeys(("conv_dtype", "ssm_dtype"), _kind(torch.dtype, "a torch.dtype")),
     "form": functools.partial(one_of, choices=get_args(StateForm)),
 }
-_TRANSPORTS = ("tcp://", "ipc://", "inproc://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +94,7 @@ class StateShape:
         return (self.d_state, self.head_dim) if keys_first else (self.head_dim, self.d_state)
 
     def __post_init__(self) -> None:
-        for name, rule in _SHAPE_RULES.items():
-            object.__setattr__(self, name, rule(name, getattr(self, name)))  # replaces numpy's integers by Python's
+        _apply(_SHAPE_RULES, self)
         if self.form == "mamba1" and self.head_dim != 1:
             raise InvalidParamsError(f"head_dim is {self.head_dim}: with mamba1 it must be 1, as a channel is a head")
         if self.conv_kinds and self.kernel < 2:
@@ -96,7 +106,7 @@ class StateShape:
 
 
 _SCALE_RULES: dict[str, Callable[[str, Any], object]] = {
-    "scale_dtype": functools.partial(of_kind, kind=torch.dtype, needed="a torch.dtype"),
+    "scale_dtype": _kind(torch.dtype, "a torch.dtype"),
     "quantization_granularity": functools.partial(whole, least=1),
     "scale_of": functools.partial(one_of, choices=get_args(ScaleOf)),
 }
@@ -117,8 +127,7 @@ class KVCacheQuantizationConfig:
     scale_of: ScaleOf = "token and head"
 
     def __post_init__(self) -> None:
-        for name, rule in _SCALE_RULES.items():
-            object.__setattr__(self, name, rule(name, getattr(self, name)))
+        _apply(_SCALE_RULES, self)
         if not self.scale_dtype.is_floating_point:
             raise InvalidParamsError(f"scale_dtype is {self.scale_dtype}: a floating-point type is needed")
 
@@ -166,7 +175,7 @@ class KVEvents:
         text("kv_events: topic", self.topic, "text")
         for name in ("buffer_steps", "hwm"):
             object.__setattr__(self, name, whole(f"kv_events: {name}", getattr(self, name), 1))
-        optional(_function)("kv_events: secure", self.secure)
+        optional(_kind(Callable, "a function"))("kv_events: secure", self.secure)
 
     def addresses(self, rank: int) -> tuple[str, str | None]:
         """Returns the addresses of the events and of the replays of a rank."""
@@ -231,7 +240,7 @@ MAX_DEVICES = 1 << 10
 _CACHING, _SWAPPING = "enable_prefix_caching", "enable_kvcache_swapping_to_host"
 _share = functools.partial(number, least=0.0, most=1.0)
 _RULES: dict[str, Callable[[str, Any], object]] = {
-    "dtype": functools.partial(of_kind, kind=torch.dtype, needed="a torch.dtype"),
+    "dtype": _kind(torch.dtype, "a torch.dtype"),
     **dict.fromkeys((_CACHING, _SWAPPING, "is_mla"), flag),
     **dict.fromkeys(("n_kv_heads", "head_dim"), functools.partial(whole, least=1)),
     **dict.fromkeys(("n_devices", "data_parallel_degree"), functools.partial(whole, least=1, most=MAX_DEVICES)),
@@ -239,26 +248,18 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     "partial_reuse_min_tokens": functools.partial(whole, least=0),
     "hash_algorithm": functools.partial(one_of, choices=get_args(HashAlgorithm)),
     "page_order": functools.partial(one_of, choices=get_args(PageOrder)),
-    "routing": functools.partial(of_kind, kind=Routing, needed="a Routing"),
+    "routing": _kind(Routing, "a Routing"),
     **dict.fromkeys(("max_hint_share", "tenant_quota", "tier_state_share"), _share),
-    "eviction_order": optional(
-        functools.partial(_function, needed="a function that makes an `EvictionOrder` of so many pages")
-    ),
-    "tenant_quotas": functools.partial(of_kind, kind=Mapping, needed="a dict of salts and shares"),
+    "eviction_order": optional(_kind(Callable, "a function that makes an `EvictionOrder` of so many pages")),
+    "tenant_quotas": _kind(Mapping, "a dict of salts and shares"),
     **dict.fromkeys(("host_kvcache_swap_space_gb", "file_tier_max_gb"), optional(number)),
     "file_tier_dir": optional(folder),
     "file_tier_key": text,
-    "kv_events": optional(functools.partial(of_kind, kind=KVEvents, needed="KVEvents")),
-    "file_tier_io": optional(
-        functools.partial(_function, needed="a function that makes a `PageIO` of the tier's memory")
-    ),
-    "object_tier_io": optional(
-        functools.partial(_function, needed="a function that makes an `ObjectIO`, say a `NixlObjects`")
-    ),
-    "kvcache_quant_config": optional(
-        functools.partial(of_kind, kind=KVCacheQuantizationConfig, needed="a KVCacheQuantizationConfig")
-    ),
-    "states": optional(functools.partial(of_kind, kind=StateShape, needed="a StateShape")),
+    "kv_events": optional(_kind(KVEvents, "KVEvents")),
+    "file_tier_io": optional(_kind(Callable, "a function that makes a `PageIO` of the tier's memory")),
+    "object_tier_io": optional(_kind(Callable, "a function that makes an `ObjectIO`, say a `NixlObjects`")),
+    "kvcache_quant_config": optional(_kind(KVCacheQuantizationConfig, "a KVCacheQuantizationConfig")),
+    "states": optional(_kind(StateShape, "a StateShape")),
     "state_copies": optional(functools.partial(whole, least=0)),
     "state_every_pages": functools.partial(whole, least=0),
     "share_state_memory": optional(flag),
@@ -391,8 +392,7 @@ class KVCacheParams:
     eviction_order: Callable[[int], EvictionOrder] | None = None
 
     def __post_init__(self) -> None:
-        for name, rule in _RULES.items():
-            object.__setattr__(self, name, rule(name, getattr(self, name)))  # replaces numpy's integers by Python's
+        _apply(_RULES, self)
         dp, tp = self.data_parallel_degree, self.tensor_parallel_degree
         _check(self.n_devices % dp == 0, f"n_devices is {self.n_devices}: not a multiple of data_parallel_degree {dp}")
         _check(

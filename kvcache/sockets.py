@@ -501,29 +501,15 @@ SUBSCRIPTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES, peers=256, subscriptio
 """The limits of a PUB socket. libzmq stores 40 bytes for each byte of a topic, so one peer takes at most 640 KiB."""
 
 
-class NoGate:
-    """Takes the place of a `Gate` if no peer without keys can connect. libzmq itself then listens at the address."""
-
-    def __init__(self, address: str = "") -> None:
-        self.address = address  # the bound address; empty if the socket is not bound
-        self._is_bound = bool(address)
-
-    def close(self, linger_s: float = 0.0) -> None:  # noqa: ARG002 - as `Gate.close`
-        """Wait until nothing listens at the address any more. Safe to call twice."""
-        if self._is_bound:
-            self._is_bound = False
-            _await_free(self.address)
-
-
 class BoundSocket(zmq.Socket[bytes]):
-    """A socket that listens. If peers without keys can reach the socket, a `Gate` protects it."""
+    """A socket that listens. If peers without keys can reach the socket, a `Gate` protects it.
 
-    _gate: Gate | NoGate = NoGate()
+    Attributes:
+        address: the bound address. If the port was 0, it has the chosen port. Empty if the socket is not bound.
+    """
 
-    @property
-    def address(self) -> str:
-        """The bound address. If the port was 0, it has the chosen port."""
-        return self._gate.address
+    address = ""
+    _gate: Gate | None = None  # None if no peer without keys can connect; libzmq itself then listens at the address
 
     def listen(self, what: str, address: str, limits: Limits | None) -> None:
         """Bind the socket to `address`.
@@ -538,10 +524,11 @@ class BoundSocket(zmq.Socket[bytes]):
                 if address.startswith("ipc://"):
                     remove_left(address.removeprefix("ipc://"))
                 self.bind(address)
-                self._gate = NoGate(self.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
+                self.address = self.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
                 return
             self.setsockopt(zmq.IPC_FILTER_PID, os.getpid())
             self._gate = gate = Gate(what, address, limits)
+            self.address = gate.address
         except zmq.ZMQError:
             raise
         except OSError as error:
@@ -550,8 +537,12 @@ class BoundSocket(zmq.Socket[bytes]):
 
     def close(self, linger: int | None = None) -> None:
         """Close the socket. Sent messages are delivered for up to `linger` milliseconds. Safe to call twice."""
+        was_open = not self.closed
         super().close(linger)
-        self._gate.close((linger or 0) / 1000)
+        if self._gate is not None:
+            self._gate.close((linger or 0) / 1000)
+        elif was_open and self.address:
+            _await_free(self.address)
 
 
 def _await_free(address: str) -> None:
