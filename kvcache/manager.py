@@ -14,7 +14,6 @@ from kvcache.arguments import MOST
 from kvcache.claims import Claims
 from kvcache.errors import InterruptedCallError, KVCacheError
 from kvcache.layer_groups import layer_tables
-from kvcache.layout import shard_layouts
 from kvcache.params import KVCacheParams, resolve_page_size
 from kvcache.recovery import Recovered, recover
 from kvcache.replica import imports, inputs
@@ -105,12 +104,12 @@ class PagedKVCacheManager:
         tp = params.tensor_parallel_degree
         self.devices_per_replica = devices_of = [every[first : first + tp] for first in range(0, len(every), tp)]
         self.layer_tables = tables = layer_tables(params.groups, self.num_layers)  # the layers of each block table
-        self.layouts = shard_layouts(params, tables.layers_per_page, self.page_size)
         needs = sizing.Needs(params, tables, self.page_size)
+        self.layouts = needs.layouts
         pages = sizing.pages_per_replica(needs, sizes, available_cache_memory, every)
         check_endpoint(zmq_endpoint_base)
         sizing.warn_of_shortages(needs, sizes, pages)
-        self._replicas = place_replicas(needs, sizes, self.layouts, devices_of, stream, pages)
+        self._replicas = place_replicas(needs, sizes, devices_of, stream, pages)
         self.fingerprint = self._replicas.fingerprint
         self._mark = self._replicas.mark  # the mark of the call that is changing the state
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from kvcache.claims import One
 from kvcache.errors import InvalidRequestError, InvariantError
-from kvcache.events.book import EventBook
-from kvcache.events.log import FILES, HOST, AnyLog, EventLog, NoLog, Watched
+from kvcache.events.log import FILES, HOST, AnyLog, NoLog, Watched
 from kvcache.events.publisher import EventPublisher
-from kvcache.events.wire import CacheSpec
-from kvcache.layer_groups import LayerGroup, LayerTables
-from kvcache.layout import PageLayout, replica_fingerprint
+from kvcache.events.wire import CacheSpec, spec_of
+from kvcache.layer_groups import LayerTables
+from kvcache.layout import replica_fingerprint
 from kvcache.params import KVCacheParams, KVEvents, Routing
 from kvcache.pool.over_order import CheckedOrder
 from kvcache.pool.pages import PagePool
@@ -32,7 +31,7 @@ from kvcache.replica.resume import Found
 from kvcache.replica.row_states import step_drafted
 from kvcache.replica.rows import NEVER, AllRows, BlockRows, Filled, Ints, rows_at
 from kvcache.sizing import Needs, Sizes
-from kvcache.states.state_memory import room_apart, room_in_slabs, slab_pages_of, state_layouts
+from kvcache.states.state_memory import room_apart, room_in_slabs, state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight, StepsInFlight
 from kvcache.tiers.tiers import Tiers, divide_tiers, page_tiers, state_tiers
@@ -43,18 +42,13 @@ _FETCH, _STEP = ("fetch", None), ("step", None)
 
 
 def place_replicas(
-    needs: Needs,
-    sizes: Sizes,
-    layouts: Sequence[PageLayout],
-    devices: Sequence[Sequence[torch.device]],
-    stream: Any,
-    pages: int,
+    needs: Needs, sizes: Sizes, devices: Sequence[Sequence[torch.device]], stream: Any, pages: int
 ) -> "Replicas":
     """Make replicas of `pages` pages each, on their `devices`, and the tiers below them."""
-    params, tables, page_size = needs
+    (params, tables, page_size), layouts, slab_pages = needs, needs.layouts, needs.slab_pages
     words = DIGEST_BYTES[params.hash_algorithm] // 8
     rows = sizes.max_batch_size // len(devices)
-    slab_pages, room = slab_pages_of(params, layouts), divide_tiers(params, len(layouts))
+    room = divide_tiers(params, len(layouts))
     every, mark = AllRows(len(devices), rows, page_size), UnderWay()
     placed = list[PlacedReplica]()
     for group in devices:
@@ -154,8 +148,7 @@ class Replicas:
         self._partial = [PartialReuse(replica, least) for replica in self.each] if least else []
         self._events: EventPublisher | None = None
         self.event_endpoints: list[tuple[str, str | None]] = []  # the addresses of each replica's KV events and replays
-        self._watched: list[Watched] = []  # the prefix indexes whose changes are reported as events
-        self._log: AnyLog = NoLog()  # records the changes of the indexes in `_watched`, and the tokens of new pages
+        self._log: AnyLog = NoLog()  # records the changes that are reported as events, and the tokens of new pages
         # Whether a step of one request needs only the request's row, because there are no tiers, events or further
         # tables.
         self._is_plain = not self._all_tiers and self.each[0].tables.is_plain
@@ -418,7 +411,7 @@ class Replicas:
         Recurrent states are reported as one more group, after the block tables. A state is cached only after some of a
         prompt's pages.
         """
-        specs = [_spec_of(table.group, params) for table in tables.tables] + [CacheSpec("mamba")] * bool(self.states)
+        specs = [spec_of(table.group, params) for table in tables.tables] + [CacheSpec("mamba")] * bool(self.states)
         count, last = len(tables.tables), len(specs) - 1
         watched = [Watched(replica.pool.index, at * len(specs), count) for at, replica in enumerate(self.each)]
         watched += [Watched(one.pages.pool.index, at * len(specs) + last, 1) for at, one in enumerate(self.states)]
@@ -427,16 +420,11 @@ class Replicas:
                 watched.append(Watched(tiers.host.pool.index, HOST * len(specs) + first, of))
                 if tiers.files is not None:
                     watched.append(Watched(tiers.files.index, FILES * len(specs) + first, of))
-        log, capacity = EventLog(), sum(len(each.pages.published) for each in watched)
-        book = EventBook(len(self.each), capacity, self.each[0].page_size, *specs)
-        self._events = EventPublisher(options, log, book, len(self.each))
+        self._events = EventPublisher(options, specs, len(self.each), self.each[0].page_size, watched)
         self.event_endpoints = self._events.endpoints
-        self._watched = watched
-        for each in watched:
-            log.watch(each)
-        self._log, self._is_plain = log, False
+        self._log, self._is_plain = self._events.log, False
         for replica in self.each:
-            replica.log = log
+            replica.log = self._log
 
     def stop(self) -> None:
         """Wait until no device and no thread of a tier copies, reads or writes anything."""
@@ -460,7 +448,7 @@ class Replicas:
         for partial in self._partial:
             partial.clear()
         if self._events is not None:
-            self._events.agree(self._watched)
+            self._events.agree()
         return lost
 
     def forget_idle(self) -> None:
@@ -575,15 +563,6 @@ class Replicas:
         read = read_context(context)
         self.each[replica_idx].refuse_renamed(row, read)
         return self.each[replica_idx].hasher(row, read)
-
-
-def _spec_of(group: LayerGroup, params: KVCacheParams) -> CacheSpec:
-    """Returns the kind of the group's layers, as vLLM names it."""
-    if group.kind == "full":
-        return CacheSpec("mla_attention" if params.is_mla else "full_attention")
-    if group.kind == "window":
-        return CacheSpec("sliding_window", group.window)
-    return CacheSpec("chunked_local_attention", chunk=group.window)
 
 
 def _learn(partial: Sequence[PartialReuse], gathered: Gathered, full: Sequence[tuple[Share, Filled]]) -> None:

@@ -75,10 +75,6 @@ class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
         )
         msgspec.structs.force_setattr(self, "ranges", ranges)
 
-    def columns(self, pages: int, page_size: int) -> slice:  # noqa: ARG002 - as `RangeRetention.columns`
-        """Returns the columns of all `pages` pages of a request, because the hint applies to the whole request."""
-        return slice(0, pages)
-
 
 _optional_flag = optional(functools.partial(flag, error=InvalidRequestError))
 
@@ -103,8 +99,8 @@ class PageHints(NamedTuple):
 
 def page_hints(retention: Retention, pages: int, page_size: int) -> PageHints:
     """Returns the hints for a request's first `pages` pages. A range applies to pages that lie entirely in it."""
-    codes, lives = np.zeros(pages, np.uint8), np.zeros(pages)
-    for hint in (retention, *retention.ranges):  # a range overrides the hint of the whole request
+    codes, lives = np.full(pages, _code_of(retention), np.uint8), np.full(pages, _life_of(retention))
+    for hint in retention.ranges:  # a range overrides the hint of the whole request
         columns = hint.columns(pages, page_size)
         codes[columns], lives[columns] = _code_of(hint), _life_of(hint)
     return PageHints(codes, lives)

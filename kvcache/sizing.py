@@ -18,7 +18,7 @@ import torch
 from kvcache.arguments import MOST, of_kind, refusal, shown, whole
 from kvcache.errors import InvalidParamsError, PoolTooSmallError, UnknownArgumentError
 from kvcache.layer_groups import LayerTables, layer_tables
-from kvcache.layout import shard_layouts
+from kvcache.layout import PageLayout, shard_layouts
 from kvcache.params import KVCacheParams, resolve_page_size
 from kvcache.pool.slabs import num_slabs
 from kvcache.states.state_memory import page_bytes as state_bytes
@@ -51,6 +51,11 @@ class Needs(NamedTuple):
     page_size: int  # in tokens
 
     @property
+    def layouts(self) -> list[PageLayout]:
+        """The layout of a page on each shard of a replica."""
+        return shard_layouts(self.params, self.tables.layers_per_page, self.page_size)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page."""
         return page_bytes(self.params, self.tables.layers_per_page, self.page_size)
@@ -58,7 +63,7 @@ class Needs(NamedTuple):
     @property
     def slab_pages(self) -> int:
         """The number of pages that a request takes for its state; 0 if it takes none."""
-        return slab_pages_of(self.params, shard_layouts(self.params, self.tables.layers_per_page, self.page_size))
+        return slab_pages_of(self.params, self.layouts)
 
     def bytes_apart(self, requests: int) -> int:
         """Returns the bytes of separate memory for the states of `requests` requests, including state page 0."""

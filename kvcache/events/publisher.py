@@ -25,7 +25,7 @@ import zmq
 from kvcache.errors import InvalidParamsError
 from kvcache.events.book import EventBook, Told
 from kvcache.events.log import MOST_ENTRIES, Entry, EventLog, Watched
-from kvcache.events.wire import END_OF_REPLAY, AllBlocksCleared, BlockStored, EventBatch, KVEvent, encode
+from kvcache.events.wire import END_OF_REPLAY, AllBlocksCleared, BlockStored, CacheSpec, EventBatch, KVEvent, encode
 from kvcache.params import KVEvents
 from kvcache.sockets import SUBSCRIPTIONS, bound_socket
 
@@ -197,7 +197,7 @@ class _Worker:
         self.streams: list[_Stream] = []
         self._log = log
         self._book = book
-        self._closing = threading.Event()
+        self.closing = threading.Event()
         # A thread holds this lock while it uses the book. If the publisher's thread falls behind, the loop applies
         # entries to the book, too.
         self._applying = threading.Lock()
@@ -224,7 +224,7 @@ class _Worker:
                 self._poller.register(stream.replay, zmq.POLLIN)
 
     def run(self) -> None:
-        while not self._closing.is_set():
+        while not self.closing.is_set():
             try:
                 if self.turn():
                     time.sleep(_PAUSE_S)
@@ -247,9 +247,6 @@ class _Worker:
                 break
             time.sleep(_PAUSE_S)
         self._close()
-
-    def stop(self) -> None:
-        self._closing.set()
 
     def catch_up(self) -> None:
         """Apply some entries to the book if the log is too long. The loop calls this method, so it must never wait.
@@ -393,22 +390,31 @@ class _Worker:
 
 
 class EventPublisher:
-    """Publishes the log of one manager until the publisher is closed or garbage-collected.
+    """Publishes the changes of `indexes` until the publisher is closed or garbage-collected.
+
+    `specs` describes each block table of a rank. `log` is the record of the changes.
 
     Raises `InvalidParamsError` if an address cannot be bound. Also raises what `options.secure` raises.
     """
 
-    def __init__(self, options: KVEvents, log: EventLog, book: EventBook, ranks: int) -> None:
-        self._worker = _Worker(options, log, book, ranks)
-        log.full = self._worker.catch_up
+    def __init__(
+        self, options: KVEvents, specs: Sequence[CacheSpec], ranks: int, page_size: int, indexes: Sequence[Watched]
+    ) -> None:
+        self._indexes = indexes
+        self.log = EventLog()
+        capacity = sum(len(each.pages.published) for each in indexes)
+        self._worker = _Worker(options, self.log, EventBook(ranks, capacity, page_size, *specs), ranks)
+        self.log.full = self._worker.catch_up
+        for each in indexes:
+            self.log.watch(each)
         self.endpoints = [stream.addresses for stream in self._worker.streams]
         self._thread = threading.Thread(target=self._worker.run, name="pagewire-kv-events", daemon=True)
         self._thread.start()
-        self._finalizer = weakref.finalize(self, self._worker.stop)
+        self._finalizer = weakref.finalize(self, self._worker.closing.set)
 
-    def agree(self, indexes: Sequence[Watched]) -> None:
-        """Report to subscribers how the contents of these indexes differ from the earlier reports."""
-        self._worker.agree(indexes)
+    def agree(self) -> None:
+        """Report to subscribers how the contents of the indexes differ from the earlier reports."""
+        self._worker.agree(self._indexes)
 
     def close(self) -> None:
         """Send the remaining events, and `AllBlocksCleared`. Waits for at most a second. Safe to call twice."""

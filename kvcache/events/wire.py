@@ -12,6 +12,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.layer_groups import LayerGroup
+from kvcache.params import KVCacheParams
+
 Hashes = NDArray[np.uint64]
 """Hashes of pages: the low 64 bits of their digests, which are read as big-endian integers."""
 BlockKeys = tuple[str | tuple[str, int], ...]
@@ -57,6 +60,15 @@ class CacheSpec(NamedTuple):
     kind: str
     window: int | None = None  # the length of a sliding window, in tokens
     chunk: int | None = None  # the length of a chunk of local attention, in tokens
+
+
+def spec_of(group: LayerGroup, params: KVCacheParams) -> CacheSpec:
+    """Returns the kind of the group's layers."""
+    if group.kind == "full":
+        return CacheSpec("mla_attention" if params.is_mla else "full_attention")
+    if group.kind == "window":
+        return CacheSpec("sliding_window", group.window)
+    return CacheSpec("chunked_local_attention", chunk=group.window)
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
