@@ -1,6 +1,6 @@
 """Checks callers' arguments before any state changes. An error names the argument, its value and what is allowed.
 
-An integer of numpy counts as an integer; a bool does not. No value is rounded.
+A numpy integer counts as an integer; a bool does not. No value is rounded.
 """
 
 import math
@@ -18,7 +18,7 @@ MOST = (1 << 31) - 1
 
 _Kind = TypeVar("_Kind")
 
-_SHOWN = 120  # the most characters of a value in a message
+_SHOWN = 120  # a message shows at most this many characters of a value
 
 
 def shown(value: object) -> str:
@@ -60,7 +60,7 @@ def number(
     error: type[KVCacheError] = InvalidParamsError,
 ) -> float:
     """Returns `value`, a finite number from `least` to `most`. Raises `error` if it is anything else."""
-    # A number of numpy is converted first, because it would round later results: half precision ends at 65,504.
+    # A numpy number is converted first, because it would round later results: half precision ends at 65,504.
     given = cast("Any", value)
     found: Any = given.item() if isinstance(given, np.integer | np.floating) else given
     is_number = isinstance(found, int | float) and type(found) is not bool
@@ -97,7 +97,7 @@ def flag(name: str, value: object, error: type[KVCacheError] = InvalidParamsErro
 
 
 def one_of(name: str, value: object, choices: tuple[str, ...]) -> str:
-    """Returns `value`, which must be one of the texts `choices`. Raises `InvalidParamsError` otherwise."""
+    """Returns `value`, which must be one of the strings in `choices`. Raises `InvalidParamsError` otherwise."""
     needed = f"one of {', '.join(choices)}"
     text = of_kind(name, value, str, needed)
     if text not in choices:
@@ -130,7 +130,7 @@ def tuple_of(
 
 
 def refusal(name: str, value: object, needed: str, error: type[KVCacheError] = InvalidParamsError) -> KVCacheError:
-    """Make the error that refuses `value`. The caller raises it."""
+    """Returns the error that refuses `value`. The caller raises it."""
     return error(f"{name} is {shown(value)}: {needed} is needed")
 
 

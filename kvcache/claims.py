@@ -22,7 +22,7 @@ It is a plain tuple, because making a named tuple would take 0.2 µs longer.
 
 
 class Claims:
-    """Maps request ids to places. A place is a row of a replica: `replica × rows_per_replica + row`.
+    """Maps request ids to places. A place numbers the rows of all replicas: `replica × rows_per_replica + row`.
 
     When a place gets its first pages, it is bound to the context for which they were reserved. From then on, another
     context object with the same request id is refused: its tokens could differ, and would be published as the content
@@ -90,7 +90,7 @@ class Claims:
             self.bound[_key(context)] = place
 
     def one(self, batch: Sequence[Context]) -> One | None:
-        """Returns the request of a list with one item, if that request has pages and there is only one replica.
+        """Returns the request of a one-item `batch`, if it has pages and there is only one replica.
 
         Returns None otherwise. The caller must then call `gather`.
         """
@@ -153,7 +153,7 @@ class Claims:
         return self.claim(request_id, replica_idx)
 
     def mend(self) -> None:
-        """Keep only the requests that both this object and the rows of a replica name as claimed.
+        """Keep only the requests that are claimed according to both this object and the rows of a replica.
 
         The rows are repaired as well.
         """

@@ -1,6 +1,6 @@
 """Copies whole pages, each as one row of memory, between two pools, or between a pool and the host tier.
 
-Each call of a GPU's copy engine costs the loop some microseconds. From CUDA 13 on, one call copies many rows. Before
+Each call to a GPU's copy engine costs the loop a few microseconds. From CUDA 13 on, one call copies many rows. Before
 CUDA 13, a kernel gathers rows into a dense buffer in device memory, or scatters them from it. The copy engine is then
 called once for each run of slots, instead of once for each page.
 """
@@ -122,7 +122,7 @@ _IN_STREAM_ORDER = 1
 
 @cache
 def _batched_copy() -> Any:
-    """Returns `cudaMemcpyBatchAsync` of the CUDA library that torch uses.
+    """Returns `cudaMemcpyBatchAsync` from the CUDA library that torch uses.
 
     Returns None unless torch uses CUDA 13, because the call below has CUDA 13's signature.
     """
@@ -136,7 +136,7 @@ def _batched_copy() -> Any:
 
 
 def _copy_batched(call: Any, source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Ids, stream: int) -> None:
-    """Copy rows between device memory and pinned memory by one call.
+    """Copy rows between device memory and pinned memory with one call.
 
     The copy runs in order with the other work of `stream`, a stream handle.
     """
@@ -163,7 +163,7 @@ def _copy_batched(call: Any, source: torch.Tensor, taken: Ids, target: torch.Ten
 
 
 class _Mark:
-    """A point in a device's work, recorded right after a copy. When the device gets there, the copy has ended."""
+    """A point in a device's work, recorded right after a copy. When the device reaches it, the copy has ended."""
 
     def __init__(self, side: Any, main: Callable[[], Any]) -> None:
         self.event: Any = torch.cuda.Event()  # pyright: ignore[reportUnknownMemberType] - the type stubs of torch lack it
@@ -221,7 +221,7 @@ class PageMover:
 
     On the CPU the calling thread copies, at the rate of memcpy. A copy to pages begins only when the pages are needed,
     so it costs nothing if its request is cancelled first. A second thread for copies was tried and rejected. It
-    releases the GIL while it copies, but whenever it takes the GIL back, the loop may wait for a scheduler tick. One of
+    releases the GIL while it copies, but whenever it takes the GIL back, the loop may wait for a scheduler tick. One in
     a hundred steps of 0.2 ms then took 4.3 ms (two cores, decode steps of 64 and 1,024 requests). A thread also saves
     no work if the model runs on the same cores.
     """

@@ -22,7 +22,7 @@ class KVCacheError(Exception):
 
 
 class InvalidParamsError(KVCacheError, ValueError):
-    """A parameter, or a combination of parameters, from which no cache can be built."""
+    """A parameter or a combination of parameters is invalid: no cache can be built from it."""
 
 
 class UnknownArgumentError(InvalidParamsError, TypeError):
@@ -46,7 +46,7 @@ class NoFreeStatePageError(NoFreeRowError):
 
 
 class StatePageError(KVCacheError, ValueError):
-    """A recurrent state cannot be used: it includes the wrong tokens, is leased or drafted, or a transfer writes it."""
+    """A recurrent state cannot be used: it includes the wrong tokens, is leased or drafted, or is being written."""
 
 
 class UnknownRequestError(KVCacheError, KeyError):

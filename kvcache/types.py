@@ -1,4 +1,4 @@
-"""Small values that callers of the manager pass or receive."""
+"""The value types that callers of the manager pass and receive."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol

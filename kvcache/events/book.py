@@ -1,9 +1,8 @@
-"""`EventBook`: what subscribers should know about the caches, in arrays. The book makes the events for each change.
+"""`EventBook`: what subscribers should know about the caches, in arrays. The book builds the events for each change.
 
 The book stores each *content* once, under the hash of the content. A content is what a page holds: the page's tokens,
-and the content that they continue. The book also records which sources have each content now. So the book can announce
-the whole state at any time. If a page moves to another medium, the serving loop need not supply the page's tokens
-again.
+and the content that they continue. The book also records which sources have each content now, so it can announce the
+whole state at any time. If a page moves to another medium, the serving loop need not supply the page's tokens again.
 """
 
 import functools
@@ -49,8 +48,8 @@ class EventBook:
     """The contents of the pages of `ranks` replicas, and of the tiers that the replicas share.
 
     There is room for `capacity` pages in all media together. Not thread-safe. `specs` describes each block table. The
-    position of a table in `specs` is its group number in events. A *source* is a place that can have pages: one block
-    table of a rank, or one block table of a shared tier.
+    position of a table in `specs` is its group number in events. A *source* holds pages: it is one block table of a
+    rank, or one block table of a shared tier.
     """
 
     def __init__(self, ranks: int, capacity: int, page_size: int, *specs: CacheSpec) -> None:

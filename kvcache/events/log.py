@@ -1,7 +1,7 @@
 """The serving loop's record of changes to its caches.
 
 Each call adds a few tuples, which refer to data that exists anyway. To save time, the loop does not look up, encode or
-copy single pages here. `EventBook` makes events from the entries of this record, in the publisher's thread.
+copy individual pages here. `EventBook` builds events from the entries of this record, in the publisher's thread.
 """
 
 from collections import deque
@@ -15,8 +15,8 @@ from kvcache.pool.index import Digests, PrefixIndex
 from kvcache.pool.journal import Indices, PageReader
 
 HOST, FILES = -1, -2
-"""Places that all ranks share. A place can have pages: it is a replica, or one of these two. Each block table of a
-place is a *source*. Its number is the number of the place times the number of tables, plus the index of the table.
+"""The media that all ranks share. A medium is a replica, or one of these two. Each block table of a medium is a
+*source*. Its number is the number of the medium times the number of tables, plus the index of the table.
 """
 MOST_ENTRIES = 1 << 14
 """If the log has more entries than this, the loop itself applies some of them."""
@@ -59,7 +59,7 @@ class Watched(NamedTuple):
     """An index whose changes are reported as events."""
 
     pages: PrefixIndex
-    source: int  # the number of the first block table's source; the sources of the next tables have the next numbers
+    source: int  # the source number of the first block table; the numbers of the other tables follow it
     tables: int  # the number of block tables of the index
 
 

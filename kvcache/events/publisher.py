@@ -1,6 +1,6 @@
-"""`EventPublisher`: a thread that makes events from the loop's record, and sends them to subscribers.
+"""`EventPublisher`: a thread that builds events from the loop's record, and sends them to subscribers.
 
-The loop only appends entries to a log, and the thread takes the entries from the log. So no subscriber can delay the
+The loop only appends entries to a log, and the thread takes the entries from the log, so no subscriber can delay the
 loop. Every buffer has a limit. If a buffer drops a message, subscribers see a gap in the sequence numbers, and can ask
 for a replay. The answer has all batches from the requested number on. If some of these batches are no longer kept, the
 answer has `AllBlocksCleared` and the whole state instead, in batches that are numbered from the requested number on.
@@ -115,7 +115,7 @@ class _Stream:
         return bool(self._unsent)
 
     def answer(self, book: EventBook) -> bool:
-        """Read a request for a replay of all batches from some number on, and prepare the answer. `reply` sends it.
+        """Read a request for a replay of all batches from a given number on, and prepare the answer. `reply` sends it.
 
         Returns False if there are too many of these batches, or if some are no longer kept. In both cases, the answer
         is the whole state.
@@ -174,7 +174,7 @@ class _Stream:
     def _state(self, book: EventBook, first: int) -> Iterable[tuple[int, bytes]]:
         """Returns the whole state as batches that are numbered from `first` on.
 
-        No number is above the number of the last batch that was sent. The subscriber also receives the batches that
+        No batch gets a higher number than the last batch that was sent. The subscriber also receives the batches that
         were sent after its request. These batches do no harm, because the last event about a page decides.
         """
         parts = list(batched(chain([AllBlocksCleared()], book.state(self.rank))))
@@ -190,7 +190,7 @@ class _Stream:
 class _Worker:
     """The program of the publisher's thread.
 
-    It holds no reference to the manager. So a manager that was never closed can be garbage-collected.
+    It holds no reference to the manager, so a manager that was never closed can be garbage-collected.
     """
 
     def __init__(self, options: KVEvents, log: EventLog, book: EventBook, ranks: int) -> None:
@@ -355,16 +355,16 @@ class _Worker:
             time.sleep(timeout_ms / 1000)
 
     def _answer(self, ready: Container[object]) -> bool:
-        """Read one replay request of each rank, unless an answer of the rank is not sent yet. Prepare the answers.
+        """Read one replay request of each rank, unless the rank is still sending an answer. Prepare the answers.
 
         Returns whether there was a request.
         """
         asked = [stream for stream in self.streams if stream.replay in ready and not stream.is_answering]
         for stream in asked:
             with self._applying:  # the loop also uses the book, when it calls `catch_up`
-                # If the answer is the whole state, the state is also announced to all subscribers. The reason is vLLM's
-                # router. It uses a replay only if the first number of the replay directly follows the number of the
-                # last batch that the router has received.
+                # If the answer is the whole state, the state is also announced to all subscribers. vLLM's router needs
+                # this: it uses a replay only if the replay's first number directly follows the number of the last batch
+                # that it received.
                 if not stream.answer(self._book):
                     # The new connection of this subscriber also plans an announcement at about this time. One
                     # announcement is enough.

@@ -31,8 +31,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """Reports that consecutive blocks of one prompt were stored.
 
     `token_ids` has the tokens of all blocks, and `extra_keys` has one item for each block. Some fields are never set
-    here. These fields are declared, because a map begins with the number of its fields, and the bytes of the map must
-    be the bytes that vLLM would send.
+    here. They are declared nevertheless, because a map begins with the number of its fields, and its bytes must be the
+    bytes that vLLM would send.
     """
 
     block_hashes: list[int]
@@ -105,7 +105,7 @@ def hashes_of(digests: NDArray[np.uint64]) -> Hashes:
 def adapter_of(keys: Sequence[tuple[int, bytes]]) -> str | None:
     """Returns the name of the adapter among a request's extra keys, or None if there is none.
 
-    The name is a text at position 0 that is not a hexadecimal digest.
+    The name is a string at position 0 that is not a hexadecimal digest.
     """
     for position, key in keys:
         name = None if position else _text(key)
