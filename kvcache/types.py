@@ -67,7 +67,7 @@ Part = NDArray[np.uint8]
 class PageIO(Protocol):
     """Moves bytes between an open file, from `offset` on, and consecutive parts of memory.
 
-    It moves all bytes or raises `OSError`.
+    It moves all bytes or raises `OSError`. Any other exception counts as an `OSError`, too.
     """
 
     def write(self, file: int, parts: Sequence[Part], offset: int) -> None: ...  # noqa: D102 - see the class
@@ -91,6 +91,7 @@ class ObjectIO(Protocol):
 
     No call takes much longer than the time limit that was given to `MakeObjectIO`. If the store fails or is too slow, a
     call raises `OSError`, and the next call may raise it, too. Data that arrives later is never written to `memory`.
+    Any other exception, or a wrong number of answers, counts as a failure of the store, too.
     """
 
     @property

@@ -23,6 +23,7 @@ from kvcache.errors import InvariantError, PoolTooSmallError
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
 from kvcache.pool.pages import PagePool
 from kvcache.pool.pages_below import Asked, Slots
+from kvcache.tiers.callers_io import CallersPages
 from kvcache.tiers.host_tier import PAUSE_S, HostTier, LowerTier
 from kvcache.tiers.page_files import FileRefusal, read_pages
 from kvcache.tiers.page_folder import PageFolder, Scan
@@ -205,7 +206,7 @@ class FileTier(LowerTier):
         self._folder = folder
         self._layout = layout
         self._max_bytes = max_bytes
-        self._read_io, self._write_io = make_io(host.memory), make_io(host.memory)
+        self._read_io, self._write_io = (CallersPages(make_io, host.memory) for _ in range(2))
         # The largest number of pages in a file. It is limited so that a small host tier has enough other slots while
         # the slots of one file are held for writing.
         most = (FILE_BYTES // layout.page_bytes, host.pool.num_pages // 4, layout.most_in(max_bytes))

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from kvcache.errors import InvariantError
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages_below import NO_SLOTS, Asked, Slots
+from kvcache.tiers.callers_io import CallersObjects
 from kvcache.tiers.host_tier import PAUSE_S, HostTier, Job, LowerTier, nothing
 from kvcache.tiers.page_files import FileRefusal
 from kvcache.tiers.page_objects import ObjectFormat
@@ -140,7 +141,7 @@ class ObjectTier(LowerTier):
         self.rates = ReadRates(compute_page_s)
         size = max(layout.object_bytes, MEMORY_BYTES)
         self._objects_at_once = size // layout.object_bytes
-        self._read_io, self._write_io = make_io(size, timeout_s), make_io(size, timeout_s)
+        self._read_io, self._write_io = (CallersObjects(make_io, size, timeout_s) for _ in range(2))
         self._epoch = ""  # the name of the current epoch; empty until it has been read from the store
         self._untold = False  # whether a new epoch must still be written to the store
         # For each known object, None if it exists. If not, the time until which it is assumed to be absent.
