@@ -136,7 +136,7 @@ class EvictionOrder(Protocol):
         return 0
 
     def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:
-        """Returns for how long the hint of each page delays its eviction. Negative numbers mean an earlier eviction.
+        """Returns how long the hint of each page delays its eviction. Negative numbers mean an earlier eviction.
 
         The unit is the pool's size. For example, 1.0 delays the eviction of a page until the pool has released as many
         more pages as it has.

@@ -37,8 +37,8 @@ class Family(NamedTuple):
         kind: the Prometheus type.
         text: the help text, a sentence.
         labels: the names of the family's own labels.
-        read: returns the family's samples, given the observed object. The scraping thread calls it, while another
-            thread counts. So the function must only read, and must first copy in one step anything that may change
+        read: returns the family's samples, given the observed object. The scraping thread calls it while another thread
+            counts. So the function must only read, and must first copy in one step anything that may change
             (`list(d.values())`).
     """
 
@@ -54,9 +54,9 @@ class FamilyCollector(Collector):
 
     Register it with a `CollectorRegistry`, which accepts one collector of a class.
 
-    Scraping costs the loop nothing: a scrape reads existing counters in its own thread. Each figure is right by itself.
-    But two figures of one scrape may belong to different steps, because the loop continues meanwhile. A family that
-    cannot be read is left out of the scrape, logged the first time, and counted. The collector never raises.
+    Scraping costs the loop nothing: a scrape reads existing counters in its own thread. Each figure by itself is
+    correct, but two figures of one scrape may belong to different steps, because the loop continues meanwhile. A family
+    that cannot be read is left out of the scrape, logged the first time, and counted. The collector never raises.
 
     Attributes:
         families: the families to read, and one more, which counts the families that could not be read.

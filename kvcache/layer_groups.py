@@ -126,7 +126,7 @@ class LayerTables(NamedTuple):
         return self.kinds[1:] if self.tables[0].group.keeps_all else self.kinds
 
     def described(self) -> str:
-        """Returns a text with the kind and layers of each table. Managers with equal texts can exchange pages."""
+        """Returns a string with the kind and layers of each table. Managers with equal strings can exchange pages."""
         tables = zip(self.kinds, self.tables, strict=True)
         return ", ".join(f"{kind} of layers {' '.join(map(str, table.layers))}" for kind, table in tables)
 

@@ -93,7 +93,7 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
 
 
 class KindPages(NamedTuple):
-    """The location, on one shard, of pages of another kind than token pages, such as a part of recurrent states."""
+    """The location, on one shard, of pages that are not token pages, such as parts of recurrent states."""
 
     kind: str  # the name of the logical tensor, such as "ssm"
     layout: PageLayout  # the layout of one page
@@ -145,9 +145,9 @@ def replica_fingerprint(layouts: list[PageLayout], groups: str = "") -> str:
 
 
 def kv_kind(layouts: Sequence[PageLayout]) -> str:
-    """Returns a text that describes what a replica keeps for each token.
+    """Returns a string that describes what a replica keeps for each token.
 
-    The text does not depend on the split of heads or the page layout.
+    The string does not depend on the split of heads or the page layout.
     """
     one, heads = layouts[0], max(layout.first_head + layout.num_heads for layout in layouts)
     kind = f"{one.dtype}, {one.num_layers} layers of {one.sides} x {heads} heads of {one.head_dim}"
@@ -155,7 +155,7 @@ def kv_kind(layouts: Sequence[PageLayout]) -> str:
 
 
 def scales_kind(layouts: Sequence[PageLayout]) -> str:
-    """Returns a text that says which values share a scale. Empty if there are no scales."""
+    """Returns a string that says which values share a scale. Empty if there are no scales."""
     layout = layouts[-1]
     scales = layout.scales
     if scales is None:

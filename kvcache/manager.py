@@ -49,8 +49,8 @@ class PagedKVCacheManager:
     to the errors that a call documents:
 
     - `UnknownRequestError` (a KeyError): a request is not claimed.
-    - `InvalidRequestError` (a ValueError): an invalid argument; `num_steps` below 1; a request named twice; another
-      context than the one for which the pages were reserved; a context whose salt or keys have changed since then.
+    - `InvalidRequestError` (a ValueError): an invalid argument; `num_steps` below 1; a request named twice; a context
+      other than the one for which the pages were reserved; a context whose salt or keys have changed since then.
     - `NotReservedError` (a RuntimeError): an import of a request's pages is pending.
     - `PromptTooLongError`, `SequenceTooLongError` (RuntimeErrors), from calls that count pages: the whole pool is too
       small for a request, or the request is longer than `max_seq_len`.
@@ -69,7 +69,7 @@ class PagedKVCacheManager:
         enable_runtime_checks: whether to run `check` before and after every call that changes something (slow).
 
     Raises:
-        InvalidParamsError: (a ValueError) an argument cannot work.
+        InvalidParamsError: (a ValueError) an argument is invalid.
         PoolTooSmallError: (a RuntimeError) the budget is too small for one page, or a device or the host is too small
             for its share.
     """
@@ -115,8 +115,8 @@ class PagedKVCacheManager:
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
         self._claims = Claims(self._replicas.each, self._replicas.steps.open)
         self.contents = PageContents(self._replicas.each, self.fingerprint, self._mark)  # finds pages by content
-        # Two attributes for decode steps. `_place_of` returns the place of a context. `_capacity` has, by place, how
-        # many tokens its pages can hold.
+        # Two attributes for decode steps. `_place_of` returns the place of a context. `_capacity` has the number of
+        # tokens that the pages at each place can hold.
         self._place_of: Callable[[Any, int], int] = self._claims.bound.get
         self._capacity = self._replicas.capacity
         self._metrics_before = KVCacheMetrics()
@@ -130,7 +130,7 @@ class PagedKVCacheManager:
         """Bind a row of a replica to the request. Takes no pages. With a single replica, `replica_idx` may be omitted.
 
         Raises `AlreadyClaimedError`, or `NoFreeRowError` if every row of the replica is claimed (both ValueErrors). Its
-        subclass `NoFreeStatePageError` means that the request's recurrent state has no room.
+        subclass `NoFreeStatePageError` means that there is no room for the request's recurrent state.
         """
         mark = self._mark
         if mark.call:
@@ -241,7 +241,7 @@ class PagedKVCacheManager:
         room = self._capacity[place]  # for place -1, which stands for an unknown context, the capacity is 0
         if type(num_steps) is int and 0 < num_steps <= MOST:
             most = room - num_steps + 1
-            if type(data) is TextContext:  # `decodes_within` makes the two tests of the `elif` branch in one call
+            if type(data) is TextContext:  # `decodes_within` does the two tests of the `elif` branch in one call
                 if data.decodes_within(most):
                     return True
             elif place >= 0 and data.active_length == 1 and data.current_length <= most:
@@ -447,7 +447,7 @@ class PagedKVCacheManager:
 
         The table may have any page size and split. It must cover fewer tokens than the context knows, because the last
         known token runs here. With `partial`, the table covers only the first full pages of the prompt, and
-        `extend_import` must follow. `others` are tables of further managers that hold some of the same tokens, in pages
+        `extend_import` must follow. `others` are tables from other managers that hold some of the same tokens, in pages
         of the same size as `table`. Each page may be copied from any manager that has the page. Raises
         `BlockTableMismatchError` (a ValueError) if a table does not fit.
         """
@@ -507,7 +507,7 @@ class PagedKVCacheManager:
         """Cancel an import. Safe to call twice.
 
         Until its copier has stopped writing, no other request gets its pages, and its own request cannot run. If you
-        have written to the pages without a copier, then by this call you promise that no write is in flight any more.
+        have written to the pages without a copier, this call is your promise that no write is in flight any more.
         """
         self._mark.check_books("cancel_import")
         replica = imports.own_import(self._replicas.each, pending, "cancel_import")
@@ -568,7 +568,7 @@ class PagedKVCacheManager:
 
     @property
     def num_held_blocks(self) -> int:
-        """The number of token and state pages, of all replicas, that are held, or that a transfer or a step writes."""
+        """The number of token and state pages, on all replicas, that are held or being written."""
         return self.total_num_pages - self.num_free_blocks + sum(states.num_held for states in self.states)
 
     @property
@@ -617,7 +617,7 @@ class PagedKVCacheManager:
 
     def _look_for_reset(self) -> None:
         if self._reset_endpoint.is_asked:
-            # The mark is set before the flag is cleared. So if this call is interrupted, `recover` repeats the reset.
+            # The mark is set before the flag is cleared, so if this call is interrupted, `recover` repeats the reset.
             with self._mark.changing("reset_prefix_cache"):
                 self._reset_endpoint.is_asked = False  # a message during the reset causes another reset
                 self._replicas.forget_idle()
@@ -672,7 +672,7 @@ class PagedKVCacheManager:
 
 
 def _check_around_calls(manager: PagedKVCacheManager) -> None:
-    """Let each call that changes this manager run `check` before and after its work, even if the call raises."""
+    """Make each call that changes this manager run `check` before and after its work, even if the call raises."""
     for name in _CHANGES_SOMETHING:
         setattr(manager, name, _checked_around(getattr(manager, name), manager.check))
 

@@ -61,7 +61,7 @@ class StateShape:
     """The recurrent layers of a model, all of which are alike.
 
     Raises `InvalidParamsError` if a number is below 1, a convolution has a kernel below 2, the heads are not a multiple
-    of the groups, or a value has another type.
+    of the groups, or a value has the wrong type.
     """
 
     layers: int  # the number of recurrent layers
@@ -216,7 +216,7 @@ class Routing:
     the excess in the worst window is 16 and 9 %. For comparison, a router that sees only the load has an excess of 15
     and 5 % in the worst window.
 
-    A further rule was rejected: if another replica had a page, the rule counted the page as cheaper to compute. That
+    Another rule was rejected: if another replica had a page, the rule counted the page as cheaper to compute. That
     rule cost hits, and balanced the load no better.
 
     Raises `InvalidParamsError` (a ValueError) on the first value that cannot work.
@@ -299,13 +299,13 @@ class KVCacheParams:
     shards of a replica. If there are fewer heads than shards, several shards hold the same head.
 
     Files in `file_tier_dir` are found again after a restart, and may be shared by any number of processes of one user.
-    Only that user may access the files and folders, whatever the umask: if a folder has wider rights, they are removed;
-    a link, or another user's folder, is refused. Everyone who may write there is trusted, because checksums guard only
+    Only that user may access the files and folders, whatever the umask: wider rights of a folder are removed, and a
+    link or another user's folder is refused. Everyone who may write there is trusted, because checksums guard only
     against accidents.
 
     Options that need prefix caching, the host tier or several replicas have no effect without these. The manager then
     logs a warning that names the unused options. Raises `InvalidParamsError` (a ValueError) on the first value that
-    cannot work, with the limit that it broke.
+    cannot work. The message names the limit.
     """
 
     dtype: torch.dtype  # the element type of keys and values
@@ -345,23 +345,23 @@ class KVCacheParams:
     # A name for everything that KV depends on besides tokens, salt and layout: the model and its weights. Pages of
     # different keys are never mixed.
     file_tier_key: str = ""
-    # A function that makes the `kvcache.types.PageIO` that moves bytes between files and the host tier. It is called
+    # A function that creates the `kvcache.types.PageIO` that moves bytes between files and the host tier. It is called
     # once for each of two threads, with the tier's memory. None means preadv and pwritev.
     file_tier_io: Callable[[Sequence[torch.Tensor]], PageIO] | None = None
-    # A function that makes the `kvcache.types.ObjectIO` that moves bytes between an object store and the host tier. It
-    # is called once for each of two threads: `transfer.NixlObjects(bucket)`. None means no objects. Objects use
+    # A function that creates the `kvcache.types.ObjectIO` that moves bytes between an object store and the host tier.
+    # It is called once for each of two threads: `transfer.NixlObjects(bucket)`. None means no objects. Objects use
     # `file_tier_key`, whether there are files or not.
     object_tier_io: MakeObjectIO | None = None
     # The number of pages in an object. The pages of an object are written together, and found together. If fewer pages
     # are left at the end of a prompt, they are written only if a state is kept after them (`states`). All processes
     # that share objects need the same number.
     object_tier_pages: int = 8
-    # The time limit of a call of the object store, in seconds. After a call that took longer, the store is not used for
+    # The time limit of a call to the object store, in seconds. After a call that took longer, the store is not used for
     # 10 s. A request waits at most this long to learn which objects exist, and then at most this long again for their
     # pages.
     object_tier_timeout_s: float = 2.0
-    # How many tokens the model computes in a second. Objects are read only if recent reads have brought more tokens in
-    # a second than the model computes. None: objects are always read.
+    # How many tokens the model computes per second. Objects are read only if recent reads have brought more tokens per
+    # second than that. None: objects are always read.
     object_tier_tokens_per_s: float | None = None
     kv_events: KVEvents | None = None  # reports cached pages to routers, as vLLM does; None: no events
     # Groups of layers that keep the same tokens; each layer is in exactly one group. If empty, all layers have full

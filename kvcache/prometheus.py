@@ -12,7 +12,7 @@ from kvcache.types import KVCacheMetrics
 
 
 def _each(name: str, text: str, read: Callable[[Replica], float]) -> Family:
-    """Returns the family of one figure of each replica. The figure is a counter if the name ends in `_total`."""
+    """Returns a family with one figure for each replica. The figure is a counter if the name ends in `_total`."""
 
     def samples(all_of: Replicas) -> Iterator[Sample]:
         return (((number,), read(replica)) for number, replica in enumerate(all_of.each))
@@ -56,7 +56,7 @@ def _states(all_of: Replicas) -> Iterator[Sample]:
 
 
 def _of_states(read: Callable[[StatePages], float]) -> Callable[[Replicas], Iterator[Sample]]:
-    """Returns a function that reads one figure of the recurrent states of each replica, or no figure without states."""
+    """Returns a function that reads one figure of each replica's recurrent states, if the model has any."""
     return lambda all_of: (((number,), read(states.pages)) for number, states in enumerate(all_of.states))
 
 

@@ -44,7 +44,7 @@ _FETCH, _STEP = ("fetch", None), ("step", None)
 def place_replicas(
     needs: Needs, sizes: Sizes, devices: Sequence[Sequence[torch.device]], stream: Any, pages: int
 ) -> "Replicas":
-    """Make replicas of `pages` pages each, on their `devices`, and the tiers below them."""
+    """Build replicas of `pages` pages each on their `devices`, and the tiers below them."""
     (params, tables, page_size), layouts, slab_pages = needs, needs.layouts, needs.slab_pages
     words = DIGEST_BYTES[params.hash_algorithm] // 8
     rows = sizes.max_batch_size // len(devices)
@@ -149,8 +149,8 @@ class Replicas:
         self._events: EventPublisher | None = None
         self.event_endpoints: list[tuple[str, str | None]] = []  # the addresses of each replica's KV events and replays
         self._log: AnyLog = NoLog()  # records the changes that are reported as events, and the tokens of new pages
-        # Whether a step of one request needs only the request's row, because there are no tiers, events or further
-        # tables.
+        # Whether a step of one request needs only the request's row, because there are no tiers or events, and only
+        # one table.
         self._is_plain = not self._all_tiers and self.each[0].tables.is_plain
 
     @property
@@ -377,11 +377,11 @@ class Replicas:
         Sets the mark of the manager to `call`, and leaves it set: the caller clears the mark.
         """
         computed = gathered.computed
-        # Before the last token, every full page was published. So only the requests whose last token fills a page have
-        # to be checked.
+        # Pages that were full before the last token are already published. So only the requests whose last token fills
+        # a page have to be checked.
         looked = None if gathered.due else gathered.turning()
-        # All replicas hash before any of them publishes: a request whose salt or keys have changed is refused before
-        # any change.
+        # All replicas hash before any of them publishes. So if the salt or keys of a request have changed, the call is
+        # refused before it changes anything.
         full = [
             (share, pages)
             for share in (gathered.split(len(self.each)) if looked is None else looked)
@@ -506,7 +506,7 @@ class Replicas:
     def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
         """Reserve pages for a batch in which each request runs one token.
 
-        Returns False if each request must be reserved by itself.
+        Returns False if the requests must be reserved one by one.
         """
         # All requests had pages up to their last token. So only a request whose new token begins a page can need a
         # page.

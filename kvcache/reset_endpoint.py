@@ -68,7 +68,7 @@ class ResetEndpoint(NoEndpoint):
         self._end = weakref.finalize(self, _end, self._thread, wake)
 
     def close(self) -> None:
-        """End the thread and close the socket. Safe to call twice."""
+        """Stop the thread and close the socket. Safe to call twice."""
         self._end()
         self._thread.join(2.0)
 

@@ -55,11 +55,12 @@ class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A client's knowledge about the future use of a request's pages. It biases the eviction order, and pins no page.
+    """A client's knowledge about the future use of a request's pages. It biases the eviction order, but pins no page.
 
-    The hints are read when the request is admitted, and again when it is released. Its pages get the hints of the
-    second reading. A wrong hint costs little (see `kvcache.pool.hinted_order`). A correct `session_continues` can be
-    worth as much as a pool of twice the size. Raises `InvalidRequestError` (a ValueError) if a value is out of range.
+    The hints are read when the request is admitted, and again when it is released. Its pages get the hints that were
+    read at the release. A wrong hint costs little (see `kvcache.pool.hinted_order`). A correct `session_continues` can
+    be worth as much as a pool of twice the size. Raises `InvalidRequestError` (a ValueError) if a value is out of
+    range.
     """
 
     session_continues: bool | None = None  # whether a later request is expected to extend this request; None: unknown

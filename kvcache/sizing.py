@@ -150,7 +150,7 @@ def max_supported_sequence_length(
 def _each_replica(
     params: KVCacheParams, num_layers: int, page_size: int, name: str, memory: object
 ) -> tuple[Needs, int]:
-    """Returns the needs of each replica, and its share of the memory in bytes."""
+    """Returns the memory requirements of each replica, and its share of the memory in bytes."""
     needs = Needs(params, layer_tables(params.groups, num_layers), resolve_page_size(params, page_size))
     return needs, whole(name, memory, 0, MOST_BYTES) // params.data_parallel_degree
 

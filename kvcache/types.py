@@ -45,7 +45,7 @@ class Admission(NamedTuple):
     cached_pages: int  # how many pages of the request are published on that replica
     missing_pages: int  # how many pages must be allocated on that replica for the request
     # Whether a row and the missing pages are free now. If True, `external_claim` and `maybe_reserve` succeed, provided
-    # that nothing else happens before. If False, the request must wait until another request is released. With the rule
+    # that nothing else happens first. If False, the request must wait until another request is released. With the rule
     # `prefix`, False means that the request fits on no replica. With other rules, it means that the request does not
     # fit on this replica. If recurrent states share memory with token pages, the claim itself may evict cached pages
     # that the lookup has found. `fits` is then computed from the most pages that the request can need, so it may be
@@ -118,7 +118,7 @@ MakeObjectIO = Callable[[int, float], ObjectIO]
 
 
 class KVCacheMetrics(msgspec.Struct, frozen=True):
-    """Counts of what a manager did since it was made or since `reset_metrics`, over all replicas."""
+    """Counts of what a manager did since it was created or since `reset_metrics`, over all replicas."""
 
     # The number of prompt tokens that a model ran. Each token is counted once. Decoded tokens, and tokens of refused
     # reservations, are not counted.
@@ -136,12 +136,12 @@ class KVCacheMetrics(msgspec.Struct, frozen=True):
     # the number of refused pages whose file is a link or a folder, or cannot be read by the system
     file_blocks_unreadable: int = 0
     file_blocks_cut: int = 0  # the number of refused pages whose file has changed its size
-    file_blocks_foreign: int = 0  # the number of refused pages in whose place the file has other pages
+    file_blocks_foreign: int = 0  # the number of refused pages whose file has other pages in their place
     file_blocks_corrupted: int = 0  # the number of refused pages whose checksum does not match
     object_blocks_written: int = 0  # the number of pages written to the object store
     object_blocks_read: int = 0  # the number of pages read from the object store into the host tier
     object_blocks_refused: int = 0  # the number of pages of objects that were not accepted: damaged, cut short or gone
-    object_store_failures: int = 0  # the number of calls of the object store that failed or timed out
+    object_store_failures: int = 0  # the number of calls to the object store that failed or timed out
     h2d_states_copied: int = 0  # the number of recurrent states copied from the host tier
     d2h_states_copied: int = 0  # the number of recurrent states copied to the host tier
     d2d_states_copied: int = 0  # the number of recurrent states copied from one replica to another

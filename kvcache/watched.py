@@ -3,7 +3,7 @@
 A snapshot is complete, or lists the changes since an earlier snapshot. Each snapshot is one message: the header below,
 in msgpack, and then two frames of little-endian uint32 for each pool. The first frame has the numbers of the changed
 pages, and the second one their cells. In a complete snapshot the first frame is empty, and the second one has a cell
-for every page, including the null page. A cell holds everything about a page: its state, its place in the eviction
+for every page, including the null page. A cell holds everything about a page: its state, its position in the eviction
 order, whether it is shared, and its owner.
 """
 
@@ -42,7 +42,7 @@ def states_of(cells: Cells) -> NDArray[np.uint8]:
 
 
 def ages_of(cells: Cells) -> NDArray[np.uint8]:
-    """Returns each idle page's place in the eviction order, in eighths: 0 is evicted first, 7 was released last."""
+    """Returns each idle page's position in the eviction order, in eighths: 0 is evicted first, 7 was released last."""
     return (cells >> AGE_SHIFT & 7).astype(np.uint8)
 
 
@@ -53,7 +53,7 @@ def owners_of(cells: Cells) -> Cells:
 
 @lru_cache(1 << 14)
 def request_digest(request_id: str) -> str:
-    """Returns a text that stands for a hidden request id.
+    """Returns a string that stands for a hidden request id.
 
     It is the same in every process, so that a request can be followed.
     """
@@ -70,7 +70,7 @@ class _Versioned(msgspec.Struct, frozen=True):
 
 
 def other_version(message: bytes, known: type[msgspec.Struct]) -> str:
-    """Returns the text of an error if the version of `message` is not `known`, otherwise ""."""
+    """Returns an error message if the version of `message` is not `known`, otherwise ""."""
     try:
         found = msgspec.msgpack.decode(message, type=_Versioned).type
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -82,7 +82,7 @@ def other_version(message: bytes, known: type[msgspec.Struct]) -> str:
 
 
 class AskLook(msgspec.Struct, frozen=True, kw_only=True, tag="ask_look/1"):
-    """A watcher's question, which one snapshot answers. Without questions no snapshot is made."""
+    """A watcher's request for one snapshot. Snapshots are made only on request."""
 
     # the number of the last snapshot that the watcher received; 0 if there was none, so that the answer is complete
     known: Count = 0
@@ -92,7 +92,7 @@ class AskLook(msgspec.Struct, frozen=True, kw_only=True, tag="ask_look/1"):
 
 
 class WatchRefusal(msgspec.Struct, frozen=True, kw_only=True, tag="watch_refusal/1"):
-    """The answer instead of a snapshot, if there are too many watchers, or if the question has another version."""
+    """The answer instead of a snapshot, if there are too many watchers, or if the request has another version."""
 
     refused: Label  # the reason
 
