@@ -148,7 +148,7 @@ def output_file(text: str) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """Parses an output folder, which must be writable or possible to create."""
+    """Parses an output folder. It must be writable, or it must be possible to create it."""
     path = _path(text)
     nearest = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     if not nearest.is_dir():
@@ -183,7 +183,7 @@ def device(text: str) -> str:
 
 
 def _path(text: str) -> Path:
-    """Returns the path that a text names. Raises if the operating system cannot look it up."""
+    """Converts an argument to a path. Raises an error if the operating system cannot look the path up."""
     try:
         text.encode()
         if not text.strip():

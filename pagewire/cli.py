@@ -41,7 +41,7 @@ class _Command(NamedTuple):
         does: its summary in the list of commands.
         description: the first lines of its help.
         example: a command line that works, except for the names of files.
-        usage: its mandatory arguments, and the place of its options.
+        usage: its mandatory arguments, and where its options go.
     """
 
     options: type[Options]
@@ -209,7 +209,7 @@ def _run(command: str, options: Options) -> int:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Returns the listening socket of the front's HTTP server.
+    """Returns the listening socket of the frontend's HTTP server.
 
     Raises `OSError` if the address is taken or invalid. The message is one sentence.
     """
@@ -219,7 +219,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise OSError(f"HTTP cannot listen at {host}:{port}: {error}") from error
     except OSError as error:
         # Python adds the address to the system's message, except for errors of the resolver. Our message already has
-        # the address, so it takes only the text of the system's error.
+        # the address, so only the text of the system's error is used.
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise OSError(f"HTTP cannot listen at {host}:{port}: {reason}") from error
 

@@ -53,7 +53,7 @@ def pyplot() -> Any:
 def figure(columns: int, heights: Sequence[float] = (1.0,)) -> tuple[Any, Sequence[Sequence[Any]]]:
     """Returns a figure and its panels, row by row. `heights` has the height of each row.
 
-    A row higher than 1 has a single panel.
+    A row whose height is above 1 has a single panel.
     """
     plt = pyplot()
     made = plt.figure(figsize=(WIDTH, HEIGHT * sum(heights)), layout="constrained")

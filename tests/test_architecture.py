@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 MAX_FILE, MAX_FUNCTION = 700, 60  # lines
 
-# The value modules of each package. These files are outside of rooms, and the rooms of the package may import them. All
-# other files outside of rooms are the top of the package.
+# The shared modules of each package, which are called its values below. These files are outside of rooms, and the rooms
+# of the package may import them. All other files outside of rooms are the top of the package.
 VALUES = {
     "kvcache": {
         *("arguments", "copies", "errors", "eviction_order", "families", "layer_groups", "layout"),
@@ -255,10 +255,11 @@ def folders() -> Iterator[tuple[str, str]]:
 
 
 def named_rooms(sentence: str) -> set[str]:
-    """Returns the rooms that a docstring lists as imported. An example of such a list is "`kvcache.pool` and the values
-    of `kvcache`".
+    """Returns the rooms that a docstring lists as imported. An example of such a list is "`kvcache.pool` and the shared
+    modules of `kvcache`".
     """
-    spelled = re.sub(r"the values of `(\w+)`", r"`\1 values`", sentence)
+    shared = r"the shared modules of (`\w+`(?:(?:, | and )`\w+`)*)"
+    spelled = re.sub(shared, lambda found: re.sub(r"`(\w+)`", r"`\1 values`", found[1]), sentence)
     return {name for name in re.findall(r"`([^`]+)`", spelled) if re.split(r"[. ]", name)[0] in PACKAGES}
 
 

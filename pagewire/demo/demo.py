@@ -1,4 +1,4 @@
-"""`pagewire demo`: serves prompts across prefill and decode processes, and compares with the model's own output."""
+"""`pagewire demo`: serves prompts across prefill and decode processes, and compares the output with the model's own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEFAULT_REQUESTS = 32
-_STALL_S = 120.0  # in seconds: if no message arrives for so long, some process hangs
+_STALL_S = 120.0  # in seconds: if no message arrives for this long, some process hangs
 _SETTLE_S = 5.0  # in seconds: how long the last notifications may take to arrive
 # With injected faults, notifications get lost, so pages that were read stay leased until their lease expires.
 _LEASE_S, _CHAOS_LEASE_S = 10.0, 3.0
@@ -71,10 +71,11 @@ class _Side(NamedTuple):
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Runs the demo. Returns 0 if every output equals the model's own and no page is left held, else 1.
+    """Runs the demo. Returns 0 if every output equals the model's own and no page is held at the end, else 1.
 
     Raises:
-        KVCacheError: an option, a file or a process does not work; the message names it. All processes have been ended.
+        KVCacheError: an option, a file or a process does not work; the message names it. All processes have been
+            stopped.
     """
     reporter = Reporter()
     prefill, decode = sides = _sides(options)

@@ -66,7 +66,7 @@ def default_prompts(count: int) -> list[str]:
 def read_prompts(path: Path) -> list[str]:
     """Returns the prompts of a file. Skips empty lines.
 
-    The file has one prompt per line, or JSON lines, each with a text "prompt".
+    The file has one prompt per line, or JSON lines, each with a string "prompt".
 
     The file counts as JSON lines if its first line is a JSON object. A fault raises `PromptsError` with the line and
     the reason.

@@ -29,7 +29,7 @@ DISTRIBUTIONS = (
 _PAGE_SIZE, _HASHED = 16, 1 << 16
 _ROUNDS = 3
 _PROBE = (sys.executable, "-m", "pagewire.doctor.nixl_probe")
-_NIXL_S = 60.0  # in seconds: the limit for importing NIXL and making an agent
+_NIXL_S = 60.0  # in seconds: the limit for importing NIXL and creating an agent
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
 

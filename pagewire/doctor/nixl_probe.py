@@ -1,6 +1,6 @@
-"""Makes a NIXL agent and prints its plugins.
+"""Creates a NIXL agent and prints its plugins.
 
-It runs in a separate process, because NIXL may kill the process that makes an agent.
+It runs in a separate process, because NIXL may kill the process that creates an agent.
 """
 
 import json

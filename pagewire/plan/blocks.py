@@ -35,7 +35,7 @@ class BlockTables:
 
 @dataclass(frozen=True, slots=True)
 class VllmBlocks:
-    """The block pool that vLLM would make for a model.
+    """The block pool that vLLM would create for a model.
 
     Attributes:
         block_bytes: bytes of one block on each rank.
@@ -62,7 +62,7 @@ class VllmBlocks:
 def vllm_blocks(
     every: Sequence[AlikeLayers], token_bytes: Sequence[int], block_size: int, step_tokens: int
 ) -> VllmBlocks | None:
-    """Returns the pool that vLLM makes for these layers.
+    """Returns the pool that vLLM creates for these layers.
 
     `token_bytes` has, for each kind of layer, the bytes of a token on a rank in all layers of this kind.
 

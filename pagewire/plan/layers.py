@@ -18,7 +18,7 @@ from scheduler_adapters.errors import MissingExtraError, PlanError
 
 CacheKind = Literal["full", "window", "chunked", "latent", "state", "conv"]
 
-# The caches of each kind of layer in transformers. Some caches keep data of each token, and others keep a state for
+# The caches of each kind of layer in transformers. Some caches keep data for each token, and others keep a state for
 # each request.
 _KEEPS: dict[str, tuple[CacheKind, ...]] = {
     "full_attention": ("full",),
@@ -50,7 +50,7 @@ _MOST = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class AlikeLayers:
-    """Layers with equal caches. A cache keeps data of each token, or a state of each request."""
+    """Layers with equal caches. A cache keeps data for each token, or a state for each request."""
 
     kind: CacheKind
     layers: int
@@ -91,7 +91,7 @@ class CachedModel:
 
     @property
     def paged(self) -> tuple[AlikeLayers, ...]:
-        """The layers that keep data of each token."""
+        """The layers that keep data for each token."""
         return tuple(one for one in self.each if one.heads)
 
     def state_bytes(self, tp: int) -> int:

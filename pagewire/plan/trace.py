@@ -164,7 +164,10 @@ def _point(trace: Sequence[Blocks], question: TraceQuestion, memory: int, hosts:
 
 
 def draw(found: TracePlan, title: str, path: Path) -> None:
-    """Draws the hits against memory, hosts and tiers, and the optimum. Raises `OSError`, and as `plots.pyplot` does."""
+    """Draws the hits against memory, hosts and tiers, and the optimum.
+
+    Raises `OSError`, and the errors of `plots.pyplot`.
+    """
     every = [found.now, *found.others]
     now = found.now
 

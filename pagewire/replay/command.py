@@ -54,7 +54,7 @@ def run_replay(options: ReplayOptions) -> int:
 class _Show:
     """Shows a replay in `pagewire top`, at the requested speed, until the viewer quits.
 
-    The viewer also shows the hit rate of the optimum.
+    The viewer also shows the best possible hit rate.
     """
 
     def __init__(self, options: ReplayOptions, trace: Sequence[Sequence[int]]) -> None:

@@ -210,7 +210,7 @@ def _serve(manager: PagedKVCacheManager, context: TextContext) -> tuple[int, int
                 states.advance(pages, [context.active_idx])
             context.update(0)
             manager.step([context])
-        manager.flush_tiers()  # in a server, lower tiers have been written by the time that the next request runs
+        manager.flush_tiers()  # in a server, lower tiers have been written by the time the next request runs
     return replica, hits
 
 

@@ -1,4 +1,4 @@
-"""`pagewire serve`: runs the front and its processes, or a single one, until a signal tells it to drain."""
+"""`pagewire serve`: runs the frontend and its processes, or a single one, until a signal tells it to drain."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _READY_S = 1.0  # in seconds, between two `Ready` messages of one process
 _RESTART_S = 5.0  # in seconds: a process that dies is restarted at most this often
 _WATCH_S = 0.25
 _START_S = 300.0  # in seconds: how long the processes may take to load the model
-_ADDRESS_S = 120.0  # in seconds: how long the front may take to write its address file
+_ADDRESS_S = 120.0  # in seconds: how long the frontend may take to write its address file
 
 
 class _Addresses(msgspec.Struct):
-    """The endpoints of the front, as written to its address file."""
+    """The endpoints of the frontend, as written to its address file."""
 
     http: str
     front: str
@@ -48,7 +48,7 @@ class _Addresses(msgspec.Struct):
 
 
 def run_serve(options: ServeOptions, listening: sockets.socket | None) -> int:
-    """Serves until told to drain. Returns 0 if no page was left held. A `KVCacheError` says what went wrong.
+    """Serves until told to drain. Returns 0 if no page was held at the end. A `KVCacheError` says what went wrong.
 
     `listening` is the HTTP socket; None for a process without one.
     """
@@ -111,7 +111,7 @@ def _server_config(options: ServeOptions, role: Role) -> ServerConfig:
 
 
 def _front_in(path: Path | None) -> str:
-    """Waits until the front has written its address file, and returns the front's endpoint."""
+    """Waits until the frontend has written its address file, and returns the frontend's endpoint."""
     if path is None:
         raise ServiceError("give --front or --address-file, so that this process finds its front")
     deadline = time.monotonic() + _ADDRESS_S
@@ -157,7 +157,7 @@ async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitSta
             log.warning("%s serves at %s; processes join at %s", name, http, endpoint)
             await server.serve(sockets=[listening])
             if hearing.done():
-                hearing.result()  # raises the error that ended the front's task, if there was one
+                hearing.result()  # raises the error that stopped the frontend's task, if there was one
             # At this point no client is connected, and no request is open.
             decodes = [config.name for config in configs if config.role == "decode"]
             await frontend.drain(decodes)
@@ -170,7 +170,7 @@ async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitSta
 
 
 async def _figures(frontend: Frontend) -> dict[str, object]:
-    """Returns the figures for `--json`: the front's counters, and the last counters of each process."""
+    """Returns the figures for `--json`: the frontend's counters, and the last counters of each process."""
     counts = frontend.counts
     processes = {**await frontend.stats(), **frontend.left}
     return {
@@ -236,5 +236,5 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """A no-op: `pagewire serve` handles the signals of the whole process, also after HTTP has ended."""
+        """A no-op: `pagewire serve` handles the signals of the whole process, even after HTTP has stopped."""
         yield

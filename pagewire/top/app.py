@@ -37,7 +37,7 @@ _THEMES = {True: "textual-light", False: "textual-dark"}
 
 
 class _Area:
-    """The screen lines of one pool: a title line, and below it the places of the pool's map (see `PageMap`)."""
+    """The screen lines of one pool: a title line, and below it the positions of the pool's map (see `PageMap`)."""
 
     def __init__(self, key: str, top: int, lines: int, span: Span, *, wide: bool) -> None:
         self.key, self.top, self.lines, self.span, self.wide = key, top, lines, span, wide
@@ -46,11 +46,11 @@ class _Area:
         self.glyphs: list[str] = []
 
     def place_at(self, x: int, y: int, width: int) -> int | None:
-        """Returns the place at these screen coordinates, or None."""
+        """Returns the map position at these screen coordinates, or None."""
         line = y - self.top - 1
         if not 0 <= line < self.lines - 1:
             return None
-        # A half block shows two places, one above the other. This method returns the upper place.
+        # A half block shows two positions, one above the other. This method returns the upper one.
         place = line * (width // 2) + x // 2 if self.wide else line * 2 * width + x
         return place if place < self.span.places else None
 
@@ -58,7 +58,7 @@ class _Area:
 class PageMap(Widget):
     """The map of the pages of all pools, or of one pool.
 
-    The map consists of places. A place shows one page as a glyph, or several pages as half a character.
+    Each position on the map shows one page as a glyph, or several pages as half a character.
     """
 
     DEFAULT_CSS = "PageMap { height: 1fr; }"
@@ -122,7 +122,7 @@ class PageMap(Widget):
         return textwrap.wrap(nobody_answers(unanswered), max(1, width)) if unanswered else [_WAITING]
 
     def on_click(self, event: events.Click) -> None:
-        """Describes the pages below the pointer. A second click at the same place zooms in there."""
+        """Describes the pages below the pointer. A second click at the same position zooms in there."""
         for area in self._areas:
             place = area.place_at(event.x, event.y, self.size.width)
             if place is not None:
@@ -180,7 +180,7 @@ def _rounded(colour: Colours) -> str:
 def _style(colour: str, below: str | None = None) -> Style:
     """Returns the style for a colour over another one.
 
-    Cached, because making a style costs more than drawing with it.
+    Cached, because creating a style costs more than drawing with it.
     """
     return Style(color=colour, bgcolor=below)
 
@@ -304,7 +304,7 @@ class TopApp(App[None]):
         return "   ".join(parts).replace("[", r"\[")
 
     def _fill(self, name: str) -> None:
-        """Fills a panel with its rows. The cursor stays on the same item."""
+        """Populates a panel with its rows. The cursor stays on the same item."""
         if name not in panels.HEADINGS:
             return
         table, (rows_of, headings) = self._tables[name], panels.HEADINGS[name]
@@ -349,7 +349,7 @@ class TopApp(App[None]):
         self.map.redraw()
 
     def action_pool(self, step: int) -> None:
-        """Selects the pool that is `step` pools further."""
+        """Selects the pool that is `step` pools further on."""
         self.view.next_pool(step)
         self.map.redraw()
 
@@ -385,7 +385,7 @@ class TopApp(App[None]):
         self._fill(name)
 
     def action_filter(self) -> None:
-        """Opens the input of the filter."""
+        """Opens the input field of the filter."""
         self._asked.add_class("open")
         self._asked.focus()
 
@@ -411,7 +411,7 @@ class TopApp(App[None]):
             self.redraw()
 
     def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
-        """Fills a panel that was selected by mouse."""
+        """Populates a panel that was selected with the mouse."""
         self._fill(event.pane.id or "")
 
     def on_unmount(self) -> None:

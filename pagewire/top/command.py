@@ -74,7 +74,7 @@ def is_light(options: TopOptions) -> bool:
 
 
 def source_of(options: TopOptions) -> LiveSource | PlayedSource:
-    """Returns the source of snapshots. Raises `WatchError` if the options name none, or exclude each other."""
+    """Returns the source of snapshots. Raises `WatchError` if the options name no source, or exclude each other."""
     addresses = addresses_of(options)
     if options.play is not None:
         if addresses or options.record is not None:

@@ -1,7 +1,7 @@
-"""Turns pages into colours: each place of a map stands for one page, or for several. Pure arithmetic.
+"""Turns pages into colours: each position on a map shows one page, or several. Pure arithmetic.
 
-A place for several pages has the mean of their colours, so each state shows in proportion to its pages. A place with a
-quarantined page has that page's colour, because users look for such pages.
+A position that shows several pages has the mean of their colours, so each state shows in proportion to its pages. A
+position with a quarantined page has that page's colour, because users look for such pages.
 """
 
 from functools import lru_cache
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvcache.watched import Cells, PageState
 
 Colours = NDArray[np.uint8]
-"""The red, green and blue of each place: `[places, 3]`."""
+"""The red, green and blue of each position: `[positions, 3]`."""
 
 
 class Palette(NamedTuple):
@@ -78,15 +78,15 @@ class Span(NamedTuple):
 
     @property
     def places(self) -> int:
-        """The number of places."""
+        """The number of positions on the map."""
         return -(-self.pages // self.per_place)
 
 
 def span_of(num_pages: int, places: int, zoom: int = 0, centre: float = 0.5) -> Span:
-    """Returns which pages a map with `places` places shows.
+    """Returns which pages a map with `places` positions shows.
 
     At zoom 0, the map shows the whole pool. Each further step of `zoom` halves the visible part around `centre`. A map
-    never shows fewer pages than it has places.
+    never shows fewer pages than it has positions.
     """
     shown = max(min(num_pages, places), num_pages >> zoom)
     first = round(centre * num_pages - shown / 2)
@@ -111,7 +111,7 @@ def _packed(light: bool) -> NDArray[np.uint64]:
 
 
 def colours(cells: Cells, span: Span, lit: NDArray[np.bool_] | None = None, *, light: bool = False) -> Colours:
-    """Returns the colour of each place.
+    """Returns the colour of each position.
 
     `lit` is a bool array: whether the filter shows the pages of each owner, by owner number. None shows all pages.
     """
@@ -129,7 +129,7 @@ def colours(cells: Cells, span: Span, lit: NDArray[np.bool_] | None = None, *, l
 
 
 def _summed(packed: NDArray[np.uint64], span: Span) -> NDArray[np.uint64]:
-    """Returns, for each place, the sum of its pages' colours: `[places, 3]`.
+    """Returns, for each position, the sum of its pages' colours: `[positions, 3]`.
 
     The function sums at most `_CHUNK` pages at a time, so that no sum needs more than 20 bits.
     """

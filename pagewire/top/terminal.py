@@ -1,7 +1,8 @@
-"""Runs `pagewire top` in this terminal. Makes the process end with its terminal or on a signal, even if threads hang.
+"""Runs `pagewire top` in this terminal. A hangup or a signal makes the process exit, even if threads hang.
 
 Textual reads and writes in its own threads. If the terminal is gone, these threads fail or spin. If the terminal
-accepts no output, the main thread blocks in the middle of an update, and an exception from a signal cannot end it.
+accepts no output, the main thread blocks in the middle of an update, and an exception from a signal cannot interrupt
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from pagewire.top.app import TopApp
 from scheduler_adapters import interrupts
 
-_LAST_S = 0.5  # in seconds: how long after a signal the process ends, even if Textual has not finished
+_LAST_S = 0.5  # in seconds: how long after a signal the process exits, even if Textual has not finished
 _LAST_WRITE_S = 0.05
 # Leave the alternate screen, show the cursor, report no mouse, focus or pasted text, and take plain keys again.
 _RESTORE = b"\x1b[<u\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[?7h\x1b[?1049l\x1b[?25h"
@@ -46,10 +47,10 @@ def run_for_browser(app: TopApp) -> int:
 
 
 def _run(app: TopApp, descriptors: Sequence[int], hung_up: int) -> int:
-    """Runs the app. The process ends with status `hung_up` when a descriptor hangs up.
+    """Runs the app. The process exits with status `hung_up` when a descriptor hangs up.
 
-    A signal first ends the app, and half a second later the process, if it still runs. No data are lost, because a
-    recording stores each snapshot as it arrives.
+    A signal first stops the app. If the process still runs half a second later, it is terminated. No data are lost,
+    because a recording stores each snapshot as it arrives.
     """
     attributes = termios.tcgetattr(0) if os.isatty(0) else None
     told, tell = os.pipe()
@@ -76,7 +77,8 @@ def _run(app: TopApp, descriptors: Sequence[int], hung_up: int) -> int:
     try:
         app.run()
     finally:
-        # The pipe stays open and the thread keeps waiting. The thread can then still end the program if it hangs later.
+        # The pipe stays open and the thread keeps waiting. The thread can then still terminate the program if it hangs
+        # later.
         for number, handler in before.items():
             signal.signal(number, handler)
     if came:
@@ -85,7 +87,7 @@ def _run(app: TopApp, descriptors: Sequence[int], hung_up: int) -> int:
 
 
 def _end(descriptors: Sequence[int], hung_up: int, told: int, attributes: list[Any] | None) -> None:
-    """Waits for a hangup or a signal, and ends the process."""
+    """Waits for a hangup or a signal, and terminates the process."""
     waited = select.poll()
     for descriptor in descriptors:
         waited.register(descriptor, 0)  # no events are requested, because hangups and errors are always reported
@@ -93,7 +95,7 @@ def _end(descriptors: Sequence[int], hung_up: int, told: int, attributes: list[A
     if told not in dict(waited.poll()):
         os._exit(hung_up)
     (number,) = os.read(told, 1)
-    time.sleep(_LAST_S)  # usually the process, and this thread with it, ends during this sleep
+    time.sleep(_LAST_S)  # usually the process, and this thread with it, exits during this sleep
     if attributes is not None:
         threading.Thread(target=os.write, args=(2, _RESTORE), daemon=True).start()
         time.sleep(_LAST_WRITE_S)  # if the terminal accepts no output, the write never returns

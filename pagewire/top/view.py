@@ -41,7 +41,7 @@ class WatchedProcess:
         """Applies a snapshot.
 
         A snapshot may contain only the changes since an earlier snapshot. If the earlier snapshot was not received, the
-        new snapshot is dropped, and the next question asks for the whole state.
+        new snapshot is dropped, and the next query asks for the whole state.
         """
         self.heard_at = heard.at
         try:
@@ -65,9 +65,10 @@ class WatchedProcess:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Selects the requests, tenants, replicas and processes to show; an empty text selects all.
+    """Selects the requests, tenants, replicas and processes to show; an empty string selects all.
 
-    A text matches every request, tenant or process whose name contains it, but only the replica with exactly this name.
+    A string matches every request, tenant or process whose name contains it, but only the replica with exactly this
+    name.
     """
 
     request: str = ""
@@ -104,7 +105,7 @@ class Filter:
 
 
 def nobody_answers(addresses: list[str]) -> str:
-    """Returns a message for the case that no process answers at these addresses. It lists what to check."""
+    """Returns the message to show if no process answers at these addresses. It lists what to check."""
     return (
         f"no process answers at {', '.join(addresses)}. Check that the process runs and is watched (`pagewire serve "
         "--watch` logs the addresses), and that the keys are the fleet's (--secret or --keyring)"
@@ -168,7 +169,7 @@ class TopView:
         return [one for one in every if one[0] == self.pool] or every
 
     def next_pool(self, step: int = 1) -> None:
-        """Moves the selection on by `step` pools. The choice after the last pool is all pools."""
+        """Moves the selection on by `step` pools. After the last pool, all pools are selected."""
         keys = ["", *(key for key, *_ in self.pools())]
         at = keys.index(self.pool) if self.pool in keys else 0
         self.pool, self.zoom, self.centre = keys[(at + step) % len(keys)], 0, 0.5
@@ -185,7 +186,7 @@ class TopView:
         self.centre = min(1 - half, max(half, self.centre + share / 2**self.zoom))
 
     def span(self, pool: PoolLook, places: int) -> Span:
-        """Returns the pages of a pool that a map with `places` places shows."""
+        """Returns the pages of a pool that a map with `places` positions shows."""
         return span_of(pool.num_pages, places, self.zoom, self.centre)
 
     def lit(self, process: WatchedProcess, pool: str) -> NDArray[np.bool_] | None:
