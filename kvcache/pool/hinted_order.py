@@ -147,8 +147,8 @@ class HintedOrder(EvictionOrder):
 
     def first_lead(self) -> float:
         page = np.array([self.first()], np.int32)
-        over, _ = self._expired(int(self.codes[page[0]]), page, self._clock())
-        return 0.0 if over else float(self.leads(page)[0])
+        lead, _ = self._lead(int(self.codes[page[0]]), page, self._clock())
+        return lead / self._lead_pages * self.share
 
     def first(self) -> int:
         return self._recent.first() if self.count == self._recent.count else self._older[self._lowest()[0]].first()
@@ -215,8 +215,7 @@ class HintedOrder(EvictionOrder):
         chosen, bound, now = self._lowest()
         order = self._older[chosen]
         pages = order.oldest(most)
-        over, alike = self._expired(chosen, pages, now)
-        lead = 0 if over else self._lead(chosen)
+        lead, alike = self._lead(chosen, pages, now)
         below = int(np.searchsorted(self._since[pages[:alike]], bound - lead))
         pages = order.pop(max(1, below))
         self._settled[pages] = False
@@ -233,26 +232,23 @@ class HintedOrder(EvictionOrder):
         for code, order in self._older.items():
             if order.count:
                 head = order.oldest(1)
-                lead = 0 if self._expired(code, head, now)[0] else self._lead(code)
-                ranks.append((int(self._since[head[0]]) + lead, code))
+                ranks.append((int(self._since[head[0]]) + self._lead(code, head, now)[0], code))
         (_, chosen), (bound, _) = sorted([*ranks, (_LAST, 0)])[:2]
         return chosen, bound, now
 
-    def _lead(self, code: int) -> int:
-        return (int(LEVEL_OF[code]) - NEUTRAL) * _LEAD * self._lead_pages
+    def _lead(self, code: int, pages: Pages, now: float) -> tuple[int, int]:
+        """Returns the lead of the first page in pages, and how many pages in a row have the same lead.
 
-    def _expired(self, code: int, pages: Pages, now: float) -> tuple[bool, int]:
-        """Returns whether the hint of the first page has expired, and how many pages in a row have the same answer.
-
-        The count begins with the first page. All `pages` have hints of kind `code`, and are sorted, oldest first. All
-        hints of a kind have similar times to live. So a page whose hint has expired never waits long behind a page
-        whose hint still holds.
+        The count begins with the first page. An expired hint has no lead. All `pages` have hints of kind `code`, and
+        are sorted, oldest first. All hints of a kind have similar times to live. So a page whose hint has expired never
+        waits long behind a page whose hint still holds.
         """
+        lead = (int(LEVEL_OF[code]) - NEUTRAL) * _LEAD * self._lead_pages
         if code == SHARED or code < LEVELS:
-            return False, len(pages)
+            return lead, len(pages)
         over = self._expires[pages] <= now
         others = (over != over[0]).nonzero()[0]
-        return bool(over[0]), int(others[0]) if others.size else len(pages)
+        return 0 if over[0] else lead, int(others[0]) if others.size else len(pages)
 
 
 class Baseline:

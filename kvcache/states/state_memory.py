@@ -27,12 +27,11 @@ beginning of each kind is aligned.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from kvcache.errors import InvalidParamsError, InvariantError, PoolTooSmallError
+from kvcache.errors import InvalidParamsError, PoolTooSmallError
 from kvcache.layout import KindPages, PageLayout, allocate_blocks
 from kvcache.params import CONV_KINDS, SSM_KIND, KVCacheParams, StateShape
 from kvcache.pool.pages import PagePool
@@ -126,14 +125,6 @@ class StateRoom(NamedTuple):
     tensors: list[list[torch.Tensor]]
     kinds: list[list[KindPages]]
     pool: PagePool
-
-    def check(self) -> None:
-        """Raise `InvariantError` if page 0 was written.
-
-        If states share memory with token pages, then token pages use the memory of state page 0, so it is not checked.
-        """
-        if any(tensor[0].any() for tensor in chain.from_iterable(self.tensors)):
-            raise InvariantError("state page 0, the null page, was written")
 
 
 def room_apart(

@@ -60,8 +60,8 @@ class StatePages:
 
     def __init__(self, shape: StateShape, room: StateRoom, mark: UnderWay) -> None:
         self._mark = mark  # the manager's mark
-        self.shape, self._room, self.pool, self.num_pages = shape, room, room.pool, room.pool.num_pages
-        self.layouts, self.blocks, self.tensors = room.layouts, room.blocks, room.tensors
+        self.layouts, self.blocks, self.tensors, self._kinds, self.pool = room
+        self.shape, self.num_pages = shape, room.pool.num_pages
         self._rows = state_rows(self.layouts, self.blocks)
         self._views = StateViews(self.layouts, self.blocks, shape.matrix)
         self.read, self.write = self._views.read, self._views.write
@@ -467,7 +467,11 @@ class StatePages:
         of tokens, is leased, or is being written by a transfer.
         """
         pages = self._pages_of(request_ids)
-        if self.drafts.page_of or not self._all_run_on(pages, tokens):
+        has = self._tokens[pages]
+        # A quick test for steps of many requests. A lease may forbid overwriting a state that a block table has named.
+        # This is rare, so such states are tested one by one.
+        told = (has > 0) & (has == self._told[pages])
+        if self.drafts.page_of or np.count_nonzero((has != tokens) | (self.pool.writers[pages] > 0) | told):
             for request_id, start in zip(request_ids, tokens, strict=True):
                 self._refuse_run(request_id, start)
         return from_numpy(pages).to(self.blocks[0][0].device)
@@ -486,13 +490,6 @@ class StatePages:
                 "overwrite it: end the lease, or release the request and run it from its first token"
             )
 
-    def _all_run_on(self, pages: NDArray[np.int64], tokens: Sequence[int]) -> bool:
-        """Whether it is certain that `pages_at` accepts all requests. A quick test for steps of many requests."""
-        has = self._tokens[pages]
-        # A lease may forbid overwriting a state. This is rare, so such states are tested one by one.
-        told = (has > 0) & (has == self._told[pages])
-        return not np.count_nonzero((has != tokens) | (self.pool.writers[pages] > 0) | told)
-
     def advance(self, pages: torch.Tensor, tokens: Sequence[int]) -> None:
         """Record that every layer of `pages` was written, and that the states now include `tokens` tokens."""
         self._tokens[pages.cpu().numpy()] = tokens
@@ -501,7 +498,7 @@ class StatePages:
 
     def kinds(self, shard: int) -> list[KindPages]:
         """Returns the layout of each kind of state on a shard, including page 0."""
-        return self._room.kinds[shard]
+        return self._kinds[shard]
 
     def mend(self, request_ids: Iterable[str], written: Sequence[int], leased: Counts) -> None:
         """Count the holders of each state page again, after an interrupt.
@@ -551,7 +548,9 @@ class StatePages:
             self.pool.check(*self._counted(written, leased))
         except InvariantError as error:
             raise InvariantError(f"state pages: {error}") from error
-        self._room.check()
+        # If states share memory with token pages, token pages use the memory of state page 0, so it is not checked.
+        if any(tensor[0].any() for tensor in chain.from_iterable(self.tensors)):
+            raise InvariantError("state page 0, the null page, was written")
         published = self.pool.index.published
         for page in (page for page in self._own if published[page]):
             raise InvariantError(f"state page {page} can be found by other requests, but a request writes to it")

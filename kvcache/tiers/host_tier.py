@@ -51,7 +51,8 @@ class HostTier:
         self.lower: list[LowerTier] = []  # the tiers below the host tier, nearest first
 
     def touch(self, slots: Slots) -> None:
-        """Mark published `slots` as just used. They are in logical order, so the last of them is evicted first."""
+        """Mark `slots` as just used, except 0. They are in logical order, so the last of them is evicted first."""
+        slots = slots[slots != NO_PAGE]
         self.pool.hold(slots)
         self.pool.release(slots)
 
@@ -89,10 +90,6 @@ class Job:
     def wait(self, seconds: float | None = None) -> None:
         """Wait until the work has ended, for at most `seconds`; None means without limit."""
         wait([self.work], seconds)
-
-    def drop(self) -> None:
-        """Record that the result is not needed any more, so that it is not handled."""
-        self.names, self.dropped = (), True
 
 
 class TierThread(ThreadPoolExecutor):
@@ -278,10 +275,6 @@ def nothing() -> None:
     """Do nothing. Used as work for a thread, and as the function that handles a result."""
 
 
-def _of_one_table(digests: Digests) -> Digests:
-    return digests[None]
-
-
 class ReplicaTier(PagesBelow, PageReader):
     """The host tier as one replica uses it: its pages that wait to be copied to the host, and its copies to the device.
 
@@ -296,7 +289,7 @@ class ReplicaTier(PagesBelow, PageReader):
         host: HostTier,
         pool: PagePool,
         mover: PageMover,
-        every: Callable[[Digests], Digests] = _of_one_table,
+        every: Callable[[Digests], Digests] = lambda digests: digests[None],
     ) -> None:
         """Connect a replica to the host tier.
 
@@ -341,7 +334,7 @@ class ReplicaTier(PagesBelow, PageReader):
 
         Returns how many pages left the queue.
         """
-        self._pass_uses()  # some copies may have ended, so uses that waited for these copies can be applied
+        self.poll()
         pages, digests = self._take(most)
         if not pages.size:
             return 0
@@ -357,7 +350,6 @@ class ReplicaTier(PagesBelow, PageReader):
             self.storing[new] = True
             self.stores.append(HostCopy(new, slots, digests[fits], self._mover.store(new, slots)))
         self.poll()
-        self._pass_uses()
         return len(pages)
 
     def going(self, pages: Pages) -> None:
@@ -366,7 +358,7 @@ class ReplicaTier(PagesBelow, PageReader):
             if self.stores:
                 self._await_stores()  # wait for asynchronous copies that an earlier step has begun
             else:
-                self.store(self._next_entry())
+                self.store(len(self.waiting[0][0]))
 
     @property
     def is_loading(self) -> bool:
@@ -374,7 +366,7 @@ class ReplicaTier(PagesBelow, PageReader):
         return bool(self._left)
 
     def poll(self) -> None:
-        """Handle each asynchronous copy that has ended."""
+        """Handle each asynchronous copy that has ended, and apply the uses that have waited for it."""
         while self.stores and self.stores[0].copy.over():
             store = self.stores.popleft()
             self.storing[store.pages] = False
@@ -391,6 +383,7 @@ class ReplicaTier(PagesBelow, PageReader):
                 # If a row has published a page with the same content in the meantime, this page becomes free.
                 self.pool.index.publish(load.pages, load.digests)
             self._end(load)
+        self._pass_uses()
 
     def leave(self, row: int, pages: Pages, names: Digests, ends: Callable[[Digests], Asked]) -> None:
         """Called when the row is released. The copies to the device for this row are then not needed any more.
@@ -420,8 +413,7 @@ class ReplicaTier(PagesBelow, PageReader):
         return self.host.pool.index.find(digests)
 
     def touch(self, digests: Digests) -> None:
-        slots = self.slots(digests)
-        self.host.touch(slots[slots != NO_PAGE])
+        self.host.touch(self.slots(digests))
 
     def hold(self, slots: Slots) -> None:
         self.host.pool.hold(slots)
@@ -492,7 +484,7 @@ class ReplicaTier(PagesBelow, PageReader):
         if np.count_nonzero(slots) == len(slots):
             return False
         # Pages that are fetched into host memory must not evict other wanted pages that are there already.
-        self.host.touch(slots[slots != NO_PAGE])
+        self.host.touch(slots)
         coming = False
         for lower in self.lower:
             # `has_of` is called first, because it also handles reads that have ended
@@ -526,7 +518,7 @@ class ReplicaTier(PagesBelow, PageReader):
     def store_all(self) -> None:
         while self.waiting or self.stores:
             self._await_stores()
-            self.store(self._next_entry())
+            self.store(len(self.waiting[0][0]) if self.waiting else 0)
 
     def reset(self) -> None:
         """Forget the pages that wait to be copied to the host.
@@ -547,8 +539,13 @@ class ReplicaTier(PagesBelow, PageReader):
 
     @property
     def open_loads(self) -> list[HostCopy]:
-        """Returns all copies to the device that have not ended. `check` counts them again."""
+        """Returns all copies to the device that have not ended."""
         return [*self._left, *(load for loads in self._loads.values() for load in loads)]
+
+    @property
+    def held_slots(self) -> list[Slots]:
+        """Returns the host slots of each copy that has not ended."""
+        return [copy.slots for copy in (*self.open_loads, *self.stores)]
 
     def mend(self, rows: Iterable[int]) -> None:
         claimed = {*rows}
@@ -579,10 +576,6 @@ class ReplicaTier(PagesBelow, PageReader):
         if len(taken) == 2:
             return taken[1]
         return np.concatenate([pages for pages, _ in taken]), np.concatenate([digests for _, digests in taken])
-
-    def _next_entry(self) -> int:
-        self._pass_uses()
-        return len(self.waiting[0][0]) if self.waiting else 0
 
     def _pass_uses(self) -> None:
         """Apply the recorded uses that are at the head of the queue, before any page that waits to be copied."""

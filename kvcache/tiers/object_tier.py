@@ -187,7 +187,8 @@ class ObjectTier(LowerTier):
         return self._waits(digests, unknown)
 
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:  # noqa: ARG002 - it never waits
-        count, room, pieces = self._layout.count, self._host.pool.free_count // 2, list[ObjectPiece]()
+        count, pool, pieces = self._layout.count, self._host.pool, list[ObjectPiece]()
+        room = pool.free_count // 2
         for at, table in np.argwhere(self._over(wanted).T).tolist():
             begin = at * count
             pages = digests[table, begin : begin + count]
@@ -199,7 +200,16 @@ class ObjectTier(LowerTier):
             if len(run):
                 pieces.append(ObjectPiece(name, int(missing[0]), run, table))
                 room -= len(run)
-        self._read_pieces(pieces, gain)
+        before, new = (sum(map(len, each)) for each in (self.held_slots, [piece.digests for piece in pieces]))
+        if not pieces or not self.rates.pays(new, before, gain, self._clock()):
+            return
+        for first in range(0, len(pieces), self._objects_at_once):
+            batch = pieces[first : first + self._objects_at_once]
+            names = np.concatenate([piece.digests for piece in batch])
+            slots = pool.allocate(len(names))
+            read = partial(self._read, self._epoch, batch, self._host.parts(slots))
+            take = partial(self._take_pages, batch, names, slots)
+            self._begin_read(read, take, [piece.name for piece in batch], slots)
 
     def brings(self, digests: Digests, wanted: Asked) -> bool:
         return self._waits(digests, self._over(wanted))
@@ -265,13 +275,10 @@ class ObjectTier(LowerTier):
         Once the new epoch is in the store, processes that start later ignore these objects, too.
         """
         for job in (*self._reader.jobs, *self._writer.jobs):
-            job.drop()
+            job.names, job.dropped = (), True
         self._epoch = secrets.token_hex(8)
         self._untold = True
-        self._queue.clear()
-        self._known.clear()
-        self._broken.clear()
-        self._busy.clear()
+        self._forget()
         self.tick()
 
     def close(self) -> None:
@@ -291,8 +298,7 @@ class ObjectTier(LowerTier):
 
     def mend(self) -> None:
         super().mend()
-        for known in (self._queue, self._known, self._broken, self._busy):
-            known.clear()
+        self._forget()
         self._answers += 1
 
     def check(self) -> None:
@@ -320,6 +326,10 @@ class ObjectTier(LowerTier):
         _log.warning("object tier: a call failed; the store is not used for %.0f s: %s", PAUSE_S, error)
         self.failures += 1
         self._queue.clear()
+
+    def _forget(self) -> None:
+        for known in (self._queue, self._known, self._broken, self._busy):
+            known.clear()
 
     def _know(self, name: bytes, absent_until: float | None) -> None:
         self._answers += 1
@@ -410,19 +420,6 @@ class ObjectTier(LowerTier):
         return any(self._busy.get(name, now) > now for name in self._names(digests, objects))
 
     # ---- reads
-
-    def _read_pieces(self, pieces: list[ObjectPiece], gain: int) -> None:
-        pool = self._host.pool
-        before, count = (sum(map(len, each)) for each in (self.held_slots, [piece.digests for piece in pieces]))
-        if not pieces or not self.rates.pays(count, before, gain, self._clock()):
-            return
-        for at in range(0, len(pieces), self._objects_at_once):
-            batch = pieces[at : at + self._objects_at_once]
-            names = np.concatenate([piece.digests for piece in batch])
-            slots = pool.allocate(len(names))
-            read = partial(self._read, self._epoch, batch, self._host.parts(slots))
-            take = partial(self._take_pages, batch, names, slots)
-            self._begin_read(read, take, [piece.name for piece in batch], slots)
 
     def _read(self, epoch: str, pieces: list[ObjectPiece], pages: list[list[Part]]) -> list[list[FileRefusal | None]]:
         """Read pages of objects. Runs in the read thread.

@@ -151,14 +151,12 @@ class FileFormat:
     def most_in(self, size: int) -> int:
         return max(0, size - _FOOTER.size) // (self.page_bytes + self.row_bytes)
 
-    def checksum(self, digest: bytes, parts: Sequence[Part]) -> bytes:
+    def row(self, digest: bytes, parts: Sequence[Part]) -> bytes:
+        """Returns the record of a page: its digest and its checksum."""
         running = xxhash.xxh3_128(self.namespace + digest)
         for part in parts:
             running.update(part)  # pyright: ignore[reportArgumentType] - any buffer will do
-        return running.digest()
-
-    def row(self, digest: bytes, parts: Sequence[Part]) -> bytes:
-        return digest + self.checksum(digest, parts)
+        return digest + running.digest()
 
     def judge(self, row: bytes, digest: bytes, parts: Sequence[Part]) -> FileRefusal | None:
         """Returns the reason why a page is refused, or None if it is the right page.
@@ -243,27 +241,22 @@ def read_pages(
     Returns for each page the reason why it is refused, or None. `names` are the names that these pages must have. If a
     page is refused, the content of its buffers is undefined. Never raises.
     """
+    width = layout.row_bytes
     try:
         with opened(path) as file:
-            return _read_pages(file, layout, first, names, pages, io)
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                return [FileRefusal.UNREADABLE] * len(pages)
+            count = layout.count_of(status.st_size)
+            start = count * layout.page_bytes + first * width
+            rows = os.pread(file, len(pages) * width, start) if first + len(pages) <= count else b""
+            if len(rows) != len(pages) * width:
+                return [FileRefusal.CUT] * len(pages)
+            io.read(file, [part for parts in pages for part in parts], first * layout.page_bytes)
     except FileNotFoundError:
         return [FileRefusal.GONE] * len(pages)
     except OSError:
         return [FileRefusal.UNREADABLE] * len(pages)
-
-
-def _read_pages(
-    file: int, layout: FileFormat, first: int, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO
-) -> list[FileRefusal | None]:
-    status = os.fstat(file)
-    if not stat.S_ISREG(status.st_mode):
-        return [FileRefusal.UNREADABLE] * len(pages)
-    count, width = layout.count_of(status.st_size), layout.row_bytes
-    start = count * layout.page_bytes + first * width
-    rows = os.pread(file, len(pages) * width, start) if first + len(pages) <= count else b""
-    if len(rows) != len(pages) * width:
-        return [FileRefusal.CUT] * len(pages)
-    io.read(file, [part for parts in pages for part in parts], first * layout.page_bytes)
     return [
         layout.judge(rows[at * width : (at + 1) * width], name.tobytes(), parts)
         for at, (name, parts) in enumerate(zip(names, pages, strict=True))

@@ -79,7 +79,9 @@ class PageFolder:
         self.refusals = FileRefusals()  # how many files were refused, by reason
         self._refused: set[str] = set()
         try:
-            self._root = _own_link(root)
+            if root.is_symlink() and root.lstat().st_uid not in (os.geteuid(), 0):
+                raise PermissionError(f"{root} is a link that belongs to user {root.lstat().st_uid}")
+            self._root = root.resolve()
             self._home = self._root / layout.namespace.hex()
             self._make_home()
             self._epoch = self._read_epoch() or self._name_epoch(_new_epoch())
@@ -240,16 +242,6 @@ class PageFolder:
 
 def _new_epoch() -> str:
     return f"epoch-{secrets.token_hex(8)}"
-
-
-def _own_link(root: Path) -> Path:
-    """Returns the folder to which `root` leads, if it is a link, else `root`.
-
-    Raises `OSError` if `root` is a link that belongs neither to this user nor to the superuser.
-    """
-    if root.is_symlink() and root.lstat().st_uid not in (os.geteuid(), 0):
-        raise PermissionError(f"{root} is a link that belongs to user {root.lstat().st_uid}")
-    return root.resolve()
 
 
 def _make_root(root: Path) -> None:

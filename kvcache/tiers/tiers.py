@@ -27,6 +27,7 @@ from kvcache.layer_groups import LayerTables
 from kvcache.layout import PageLayout, replica_fingerprint
 from kvcache.params import KVCacheParams
 from kvcache.pool.index import Pages
+from kvcache.pool.pages_below import NO_SLOTS
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.rows import Ints
@@ -191,14 +192,8 @@ class Tiers:
 
     def _holders(self) -> Ints:
         """Returns how many copies, reads and writes hold each slot: int64 `[slots + 1]`."""
-        held = [load.slots for tier in self.replicas for load in tier.open_loads]
-        held += [store.slots for tier in self.replicas for store in tier.stores]
-        for lower in self.lower:
-            held += lower.held_slots
-        holders = np.zeros(self.host.pool.num_pages + 1, np.int64)
-        for slots in held:
-            np.add.at(holders, slots, 1)
-        return holders
+        held = [slots for tier in (*self.replicas, *self.lower) for slots in tier.held_slots]
+        return np.bincount(np.concatenate([NO_SLOTS, *held]), minlength=self.host.pool.num_pages + 1)
 
     def check(self) -> None:
         """Count the holders of all host slots again, and check the queues of pages that wait to be copied.
