@@ -349,7 +349,7 @@ class Replicas:
         `settle` is given if some requests have drafted tokens. It is called after the pages were published.
         """
         for states in self.states:
-            if settle is None and states.pages.drafts.page_of:
+            if settle is None and states.pages.drafted:
                 step_drafted(self.states, gathered, self.step)
                 return
         computed = gathered.computed

@@ -231,7 +231,7 @@ class RowStates:
     def check_fork(self, parent: int) -> None:
         """Raise `StatePageError` unless the parent's state covers exactly its computed tokens."""
         request_id, cached = self._name(parent), self._rows.cached.item(parent)
-        self.pages.drafts.check_booked(request_id)
+        self.pages.check_booked(request_id)
         tokens = self.pages.tokens_of(request_id)
         if tokens != cached:
             raise StatePageError(
@@ -249,7 +249,7 @@ class RowStates:
 
         Raises `StatePageError` if drafted tokens ran and no `step` has said which of them stay.
         """
-        self.pages.drafts.check_booked(self._name(row))
+        self.pages.check_booked(self._name(row))
         return self.pages.held(self._name(row))
 
     def named(self, row: int, num_tokens: int, *, full_pages: bool) -> tuple[int]:
@@ -261,7 +261,7 @@ class RowStates:
         """
         request_id, pages = self._name(row), self.pages
         if not full_pages:
-            pages.drafts.check_booked(request_id)
+            pages.check_booked(request_id)
             tokens = pages.tokens_of(request_id)
             if tokens != num_tokens:
                 raise StatePageError(
@@ -308,7 +308,7 @@ class RowStates:
     def goes_on(self, row: int, start: int) -> bool:
         """Whether the row's state covers exactly `start` tokens. False while drafted tokens wait for their `step`."""
         name, pages = self._name(row), self.pages
-        return name not in pages.drafts.page_of and pages.tokens_of(name) == start
+        return name not in pages.drafted and pages.tokens_of(name) == start
 
 
 def step_drafted(each: Sequence[RowStates], gathered: Gathered, step: Step) -> None:
@@ -322,8 +322,8 @@ def step_drafted(each: Sequence[RowStates], gathered: Gathered, step: Step) -> N
     owners: list[int] = gathered.replicas.tolist()
     for context, replica_idx in zip(gathered.contexts, owners, strict=True):
         name, states, start = context.request_id, each[replica_idx].pages, context.start_idx
-        if name in states.drafts.page_of:
-            goes_on = states.drafts.goes_on_from(name, states.tokens_of(name), start)
+        if name in states.drafted:
+            goes_on = states.goes_on_from(name, start)
             drafted.append((context, name, states, start, goes_on))
 
     def settle() -> None:

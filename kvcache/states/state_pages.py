@@ -4,8 +4,25 @@
 new token overwrites the state. Therefore other requests can resume from a state only if a copy of the state was kept. A
 copy is a page of the same pool. A copy has no holder, and is found by the digest of the last token page that its state
 includes. The least recently used copies are evicted first, to make room for other copies and for new requests.
-`kvcache.replica.row_states` decides which states are copied. `kvcache.states.drafted_pages` describes how guessed
-tokens run.
+`kvcache.replica.row_states` decides which states are copied.
+
+A state cannot be rolled back. So a run of drafted tokens, some of which may be removed again, reads the request's own
+page, and writes the new state to a second page. `StatePages.settle` then decides with which of the two pages the
+request continues. A speculating engine does this in each step:
+
+1. Reserve pages for one token and for each possible guess: `maybe_reserve(context, 1 + guesses)`.
+2. If all known tokens are active and `HFRunner.draft` returns True, append the guesses (`update`), and set `start_idx`
+   back to its former value. Otherwise the request runs without guesses.
+3. `fetch`, then `HFRunner.verify`, which returns the model's own token for the position of each guess, and for the
+   position after the last guess.
+4. Remove the wrong guesses (`set_token_indices(active_idx=..., end_idx=...)`), and `update` with the token after the
+   right guesses.
+5. `step`. If a guess was wrong, `step` sets `start_idx` back to before all tokens that ran. The tokens that stay run
+   again in the next step.
+
+Guesses up to the end of the request's last page need no additional page of the pool, and leave the cached copies of
+states unchanged. If each step has a wrong guess, more and more tokens have to run again. An occasional step without
+guesses brings the state up to date.
 """
 
 from __future__ import annotations
@@ -24,7 +41,6 @@ from kvcache.params import StateShape
 from kvcache.pool.index import NO_PAGE, Digests, Pages
 from kvcache.pool.pages import HeldPages
 from kvcache.pool.pages_below import Asked, PagesBelow, last_end
-from kvcache.states.drafted_pages import DraftedPages
 from kvcache.states.state_memory import StateRoom, StateViews, state_rows
 from kvcache.types import StateCopy
 from kvcache.under_way import UnderWay
@@ -65,12 +81,13 @@ class StatePages:
         self._rows = state_rows(self.layouts, self.blocks)
         self._views = StateViews(self.layouts, self.blocks, shape.matrix)
         self.read, self.write = self._views.read, self._views.write
-        self._tokens = np.zeros(self.num_pages + 1, np.int64)
+        self._tokens = np.zeros(self.num_pages + 1, np.int64)  # how many tokens the state in each page includes
         # For each page, how many tokens its state included when a block table last named the page; 0 if no table has
         # named it.
         self._told = np.zeros(self.num_pages + 1, np.int64)
         self.below = PagesBelow()
         self._page_of = _PageOf()
+        self.drafted: dict[str, int] = {}  # the second page of each request that runs drafted tokens
         # For each page that a transfer writes, the cached state from which the page's request had resumed.
         self._before: dict[int, int] = {}
         # For each page that a transfer writes: the page's former content, in host memory. The content is saved only if
@@ -79,7 +96,6 @@ class StatePages:
         # For each request, the digest of its last full page, whose state is kept as a copy until the next page is full.
         self._passing: dict[str, bytes] = {}
         self.hits = 0
-        self.drafts = DraftedPages(self._tokens)
 
     @property
     def num_held(self) -> int:
@@ -342,7 +358,8 @@ class StatePages:
             self.below.arrive(np.array([page]))
             self._tokens[page] = tokens
         self.below.used(digest)
-        self.drafts.forget_run(request_id)
+        if (drafted := self.drafted.get(request_id)) is not None:
+            self._tokens[drafted] = 0  # the request resumes from another state than the one in its second page
         self.hits += 1
 
     def forget_copies(self) -> None:
@@ -359,7 +376,7 @@ class StatePages:
         """
         self._mark.check("draft")
         self.tokens_of(request_id)
-        if request_id in self.drafts.page_of:
+        if request_id in self.drafted:
             return True
         self._mark.call = ("draft", request_id)
         # `fetch` has given the ids of token pages to the model, so these pages must not be moved.
@@ -367,25 +384,59 @@ class StatePages:
         if there:
             page = self.pool.allocate_one()
             self._tokens[page] = self._told[page] = 0
-            self.drafts.page_of[request_id] = page
+            self.drafted[request_id] = page
         self._mark.call = None
         return there
+
+    def written(self, request_ids: Sequence[str], pages: torch.Tensor) -> torch.Tensor:
+        """Returns the page to which the model writes the next state of each request, int64 `[requests]`.
+
+        `pages` are the current state pages of the requests. A request without drafted tokens writes to its current
+        page.
+        """
+        if not self.drafted:
+            return pages
+        own: list[int] = pages.cpu().numpy().tolist()
+        found = [self.drafted.get(request_id, page) for request_id, page in zip(request_ids, own, strict=True)]
+        return torch.tensor(found, device=pages.device)
+
+    def check_booked(self, request_id: str) -> None:
+        """Raise `StatePageError` if the request's drafted tokens ran and `step` has not settled which of them stay."""
+        if (page := self.drafted.get(request_id)) is not None and self._tokens[page]:
+            raise StatePageError(f"request {request_id!r}: its drafted tokens ran, but step was not called for them")
+
+    def goes_on_from(self, request_id: str, start: int) -> int:
+        """Returns the position from which a request with a second page runs next, if its first `start` tokens stay.
+
+        The request has two states: one before and one after all drafted tokens. If all drafted tokens stay, or if they
+        did not run, the request continues at `start`. If some are removed, it continues before all of them, and those
+        that stay run again. Raises `StatePageError` if `start` is not between the two states.
+        """
+        before, after = self.tokens_of(request_id), int(self._tokens[self.drafted[request_id]])
+        if not after:  # True if the drafted tokens did not run
+            return start
+        if not before <= start <= after:
+            raise StatePageError(
+                f"request {request_id!r}: {start} tokens are computed, but its state pages hold the states after "
+                f"{before} and {after}"
+            )
+        return start if start == after else before
 
     def settle(self, request_id: str, start: int) -> None:
         """Keep one of the request's two pages: the second if its state includes `start` tokens, otherwise the first.
 
         `start` is the position from which the request runs next.
         """
-        drafted, page = self.drafts.page_of[request_id], self._page_of[request_id]
+        drafted, page = self.drafted[request_id], self._page_of[request_id]
         if self._tokens[drafted] == start:
             if self.pool.holders[page] > 1:  # a lease also holds this page
                 self._copy(drafted, page)
             else:
-                self._page_of[request_id], self.drafts.page_of[request_id] = drafted, page
+                self._page_of[request_id], self.drafted[request_id] = drafted, page
         self._drop_drafted(request_id)
 
     def _drop_drafted(self, request_id: str) -> None:
-        if (page := self.drafts.page_of.pop(request_id, None)) is not None:
+        if (page := self.drafted.pop(request_id, None)) is not None:
             self._let_go(page)
 
     # ---- pages that a transfer writes
@@ -471,14 +522,14 @@ class StatePages:
         # A quick test for steps of many requests. A lease may forbid overwriting a state that a block table has named.
         # This is rare, so such states are tested one by one.
         told = (has > 0) & (has == self._told[pages])
-        if self.drafts.page_of or np.count_nonzero((has != tokens) | (self.pool.writers[pages] > 0) | told):
+        if self.drafted or np.count_nonzero((has != tokens) | (self.pool.writers[pages] > 0) | told):
             for request_id, start in zip(request_ids, tokens, strict=True):
                 self._refuse_run(request_id, start)
         return from_numpy(pages).to(self.blocks[0][0].device)
 
     def _refuse_run(self, request_id: str, start: int) -> None:
         """Raise an error of `pages_at` if the request cannot run from token `start`."""
-        self.drafts.check_booked(request_id)
+        self.check_booked(request_id)
         if (has := self.tokens_of(request_id)) != start:
             raise StatePageError(
                 f"request {request_id!r} would run from token {start}, but its state covers {has} tokens: "
@@ -507,13 +558,13 @@ class StatePages:
         number of leases on each page. Cached copies stay cached if their content is complete.
         """
         claimed = {*request_ids}
-        for of_requests in (self._page_of, self.drafts.page_of, self._passing):
+        for of_requests in (self._page_of, self.drafted, self._passing):
             for request_id in of_requests.keys() - claimed:
                 del of_requests[request_id]
         own = {*self._page_of.values()}
-        for request_id, page in list(self.drafts.page_of.items()):
+        for request_id, page in list(self.drafted.items()):
             if page in own or request_id not in self._page_of:  # true only if an interrupt has stopped `settle`
-                del self.drafts.page_of[request_id]
+                del self.drafted[request_id]
         self._before = {page: copy for page, copy in self._before.items() if page in written}
         self._saved = {page: saved for page, saved in self._saved.items() if page in written}
         published = self.pool.index.published
@@ -525,7 +576,7 @@ class StatePages:
     @property
     def _own(self) -> list[int]:
         """Returns the state pages of the requests."""
-        return [*self._page_of.values(), *self.drafts.page_of.values()]
+        return [*self._page_of.values(), *self.drafted.values()]
 
     def _counted(self, written: Sequence[int], leased: Counts | int) -> tuple[Counts, Counts]:
         """Returns the number of holders and of writers of each page. Slabs that token pages use are not counted."""
@@ -556,7 +607,8 @@ class StatePages:
             raise InvariantError(f"state page {page} can be found by other requests, but a request writes to it")
         for page in np.flatnonzero(published & (self._tokens == 0))[:1]:
             raise InvariantError(f"state page {page} can be found by other requests, but covers no tokens")
-        self.drafts.check(self._page_of)
+        if odd := self.drafted.keys() - self._page_of.keys():
+            raise InvariantError(f"requests {sorted(odd)} have a second state page, but no first state page")
         if not self._passing.keys() <= self._page_of.keys():
             raise InvariantError(
                 "some of these requests have a copy that the next copy replaces, but no state page: "

@@ -199,7 +199,7 @@ class HFRunner:
         """
         starts, names = [context.start_idx for context in batch], [context.request_id for context in batch]
         pages = states.pages_at(names, starts)
-        cache = PagedStates(states, self._recurrent, pages, states.drafts.written(names, pages))
+        cache = PagedStates(states, self._recurrent, pages, states.written(names, pages))
         step = 1 if one_by_one else length
         wanted = [0 if one_by_one else before] * len(batch)
         passes = [

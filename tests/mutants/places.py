@@ -62,7 +62,6 @@ _DOORS: dict[str, dict[str, str]] = {
         "states/state_pages": "million_moves states/grouped_states states/kept_states_hints states/lent_states "
         "states/copied_states states/row_states states/state_pages states/passing_copies states/grouped_states_below "
         "tiers/state_tiers",
-        "states/drafted_pages": "million_moves states/row_states states/state_pages",
         "states/state_memory": "million_moves states/grouped_states states/state_pages",
         "tiers/page_folder": "tiers/file_tier tiers/page_files",
         "tiers/page_objects": "tiers/object_tier",

@@ -637,7 +637,7 @@ class Moves:
             for page, run in zip(pages.numpy().astype(np.int64).tolist(), mine, strict=True):
                 wanted = int(kv_of(run.tokens, run.named, "state")[run.start - 1]) if run.start else 0
                 self.same_state(at, page, wanted, run)
-            written = states.drafts.written(names, pages)
+            written = states.written(names, pages)
             for page, run in zip(written.numpy().astype(np.int64).tolist(), mine, strict=True):
                 for shard in states.blocks:
                     for tensor in shard:

@@ -200,7 +200,7 @@ class Model(AheadMoves):
     def holds(self, one: Request, computed: int) -> bool:
         """Returns whether the request's pages hold all tokens before `computed`."""
         states = self.manager.states
-        if states and (one.name in states[one.replica].drafts.page_of):
+        if states and (one.name in states[one.replica].drafted):
             return False
         return computed == one.cached
 

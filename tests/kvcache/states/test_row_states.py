@@ -35,7 +35,7 @@ def drafted() -> tuple[PagedKVCacheManager, StatePages, TextContext]:
     context.set_token_indices(start_idx=6)
     assert manager.maybe_reserve(context)
     manager.fetch([context])
-    pages = states.drafts.written(["r"], states.pages_at(["r"], [6]))
+    pages = states.written(["r"], states.pages_at(["r"], [6]))
     states.advance(pages, [9])
     context.set_token_indices(active_idx=8, end_idx=8)
     context.update(4)
@@ -56,10 +56,10 @@ def test_a_step_that_is_refused_leaves_requests_with_drafted_tokens_where_they_w
         step_drafted(manager._replicas.states, manager._claims.gather([context], "step"), refuses)
     assert seen == [6], "the state of the remaining tokens is gone, so they have to run again"
     assert (context.start_idx, context.end_idx) == (8, 9)
-    assert set(states.drafts.page_of) == {"r"}
+    assert set(states.drafted) == {"r"}
     manager.step([context])
     assert (context.start_idx, states.tokens_of("r")) == (6, 6)
-    assert not states.drafts.page_of
+    assert not states.drafted
 
 
 def test_a_chunk_ends_at_the_last_full_page_of_its_own_prompt_not_of_the_prompt_that_had_the_row_before() -> None:

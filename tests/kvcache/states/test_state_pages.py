@@ -273,7 +273,7 @@ def test_a_request_continues_from_the_state_of_its_accepted_tokens(kept: bool, l
     states.advance(torch.tensor([page]), [8])
     lease = held(states, "a") if leased else None
     assert states.draft("a")
-    drafted = states.drafts.page_of["a"]
+    drafted = states.drafted["a"]
     for tensor in states.blocks[0]:
         tensor[page], tensor[drafted] = 5, 7
     states.advance(torch.tensor([drafted]), [10])
@@ -282,7 +282,7 @@ def test_a_request_continues_from_the_state_of_its_accepted_tokens(kept: bool, l
     assert own == (drafted if kept and not leased else page)
     assert states.tokens_of("a") == (10 if kept else 8)
     assert all((tensor[own] == (7 if kept else 5)).all() for tensor in states.blocks[0])
-    assert (states.drafts.page_of, states.num_held) == ({}, 1)
+    assert (states.drafted, states.num_held) == ({}, 1)
     if lease is not None:
         lease.release()
     states.check(["a"])

@@ -1,5 +1,5 @@
-"""A speculating engine, as the docstring of `DraftedPages` describes it. It drives a manager and a runner with guessed
-tokens.
+"""A speculating engine, as the docstring of `kvcache.states.state_pages` describes it. It drives a manager and a runner
+with guessed tokens.
 """
 
 from __future__ import annotations
