@@ -52,7 +52,7 @@ def _pages(all_of: Replicas) -> Iterator[Sample]:
 def _states(all_of: Replicas) -> Iterator[Sample]:
     for number, states in enumerate(all_of.states):
         yield (number, "held"), states.pages.num_held
-        yield (number, "idle"), states.pages.num_idle
+        yield (number, "idle"), states.pages.pool.idle.count
 
 
 def _of_states(read: Callable[[StatePages], float]) -> Callable[[Replicas], Iterator[Sample]]:
@@ -183,7 +183,7 @@ FAMILIES = (
         "counter",
         "Cached recurrent states that were evicted from the device.",
         ("replica",),
-        _of_states(lambda pages: pages.evictions),
+        _of_states(lambda pages: pages.pool.evictions),
     ),
     Family(
         "pagewire_states",

@@ -158,7 +158,7 @@ class Replicas:
         """The counters over all replicas since the replicas were made."""
         below = sum((tiers.metrics for tiers in self._all_tiers), KVCacheMetrics())
         for states in self.states:
-            below += KVCacheMetrics(state_hits=states.pages.hits, state_evictions=states.pages.evictions)
+            below += KVCacheMetrics(state_hits=states.pages.hits, state_evictions=states.pages.pool.evictions)
         for copies in self._copies:
             below += KVCacheMetrics(d2d_blocks_copied=copies.pages, d2d_states_copied=copies.states)
         return sum((replica.metrics for replica in self.each), below)

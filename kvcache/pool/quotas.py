@@ -64,11 +64,12 @@ class TenantQuotas:
         self._owner[pages] = _NOBODY
 
     def moved(self, sources: Pages, targets: Pages) -> None:
-        """Record that the content of `sources` was moved to `targets`, which get the same tenants.
+        """Record that the content of `sources` was moved to `targets`, which get the tenants of `sources`.
 
         None of these pages is idle.
         """
         self._owner[targets] = self._owner[sources]
+        self._owner[sources] = _NOBODY
 
     def append(self, pages: Pages | Indices, *, slabs: bool = False) -> None:
         """Record that `pages` became idle. They are now the newest idle pages of their tenants.
@@ -216,15 +217,22 @@ class QuotaOrder(OverOrder):
         self.count = self._order.count
 
     def pop(self, count: int) -> Pages:
-        surplus = self._pop_surplus(count)
-        return surplus if len(surplus) == count else self._with(surplus, self._order.pop(count - len(surplus)))
+        return self.pop_explained(count)[0]
 
     def pop_explained(self, count: int) -> tuple[Pages, Reasons]:
-        surplus = self._pop_surplus(count)
+        if count > self.count:
+            raise InvariantError(f"idle order: {count} pages were asked for, but it holds {self.count}")
+        surplus = self._quotas.pop_surplus(count, slabs=self._of_slabs) // np.int32(self._unit)
+        if surplus.size:
+            self._order.remove(surplus)
+            self.forget(surplus)
         rest, reasons = self._order.pop_explained(count - len(surplus))
         if reasons is None:
             reasons = np.full(len(rest), BY_TURN, np.uint8)
-        return self._with(surplus, rest), np.concatenate((np.full(len(surplus), BY_QUOTA, np.uint8), reasons))
+        self._quotas.remove(self._named(rest))
+        self._quotas.disown(self._named(rest))
+        self.count = self._order.count
+        return np.concatenate((surplus, rest)), np.concatenate((np.full(len(surplus), BY_QUOTA, np.uint8), reasons))
 
     def forget(self, pages: Pages) -> None:
         self._order.forget(pages)
@@ -233,7 +241,6 @@ class QuotaOrder(OverOrder):
     def moved(self, sources: Pages, targets: Pages) -> None:
         self._order.moved(sources, targets)
         self._quotas.moved(self._named(sources), self._named(targets))
-        self._quotas.disown(self._named(sources))
 
     def due(self) -> int:
         return self._quotas.first(slabs=self._of_slabs) // self._unit
@@ -260,23 +267,3 @@ class QuotaOrder(OverOrder):
         If the entries of this order are slabs, the id of a slab is the number of its first page.
         """
         return pages * self._unit
-
-    def _pop_surplus(self, count: int) -> Pages:
-        if count > self.count:
-            raise InvariantError(f"idle order: {count} pages were asked for, but it holds {self.count}")
-        surplus = self._quotas.pop_surplus(count, slabs=self._of_slabs) // np.int32(self._unit)
-        if surplus.size:
-            self._order.remove(surplus)
-            self.forget(surplus)
-            self.count = self._order.count
-        return surplus
-
-    def _with(self, surplus: Pages, rest: Pages) -> Pages:
-        """Returns the pages `surplus`, followed by the pages `rest`. Removes `rest` from the records of quotas.
-
-        The caller has popped `rest` from the wrapped order.
-        """
-        self._quotas.remove(self._named(rest))
-        self._quotas.disown(self._named(rest))
-        self.count = self._order.count
-        return np.concatenate((surplus, rest)) if surplus.size else rest

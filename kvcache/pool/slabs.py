@@ -109,9 +109,7 @@ class SlabPool(PagePool):
 
     def can_take_slab(self) -> bool:
         """Whether `take_slab` would return a slab, either now or after all cached slabs are evicted."""
-        if self.cached.num_idle:
-            return True
-        return self._oldest_slab()[1] < _HELD or self._cheapest_to_move() > 0
+        return self.cached.num_idle > 0 or self._oldest_slab()[1] < _HELD or self._cheapest_to_move() > 0
 
     @property
     def has_fresh_slab(self) -> bool:

@@ -103,19 +103,9 @@ class StatePages:
         return self.pool.num_held
 
     @property
-    def num_idle(self) -> int:
-        """The number of cached copies of states that no request and no lease holds."""
-        return self.pool.idle.count
-
-    @property
     def num_kept(self) -> int:
         """The number of cached copies of states from which a request can resume."""
         return int(np.count_nonzero(self.pool.index.published))
-
-    @property
-    def evictions(self) -> int:
-        """The number of cached copies of states that were evicted to make room."""
-        return self.pool.evictions
 
     # ---- holders
 

@@ -31,7 +31,7 @@ import secrets
 import stat
 import struct
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -89,17 +89,14 @@ class SystemIO:
 
 
 def _all_of(call: _Move, file: int, parts: Sequence[Part], offset: int) -> None:
-    left = list(parts)
+    left = deque(parts)
     while left:
-        done = call(file, left[:_MOST_PARTS], offset)
+        done = call(file, [*itertools.islice(left, _MOST_PARTS)], offset)
         if not done:
             raise OSError(errno.EIO, f"{sum(map(len, left))} bytes are missing at {offset}")
         offset += done
-        whole = 0
-        while whole < len(left) and done >= len(left[whole]):
-            done -= len(left[whole])
-            whole += 1
-        left = left[whole:]
+        while left and done >= len(left[0]):
+            done -= len(left.popleft())
         if done:
             left[0] = left[0][done:]
 

@@ -228,20 +228,16 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
 class Kept(NamedTuple):
     """The kind of content that tiers keep (token pages or recurrent states), and how much of it they keep."""
 
-    noun: str  # what metrics call the content: "blocks" or "states"
     shard_bytes: Sequence[int]  # the bytes of one page or state on each shard
     slots: int  # the number of slots in host memory
     file_bytes: int  # the bytes in files
     # Identifies everything on which the content depends, except tokens, salt and keys, which the digest covers.
     fingerprint: str
     windows: Sequence[bool] = (False,)  # for each block table, whether later queries see only some of its pages
-    files_named: tuple[str, ...] = ()  # additional fields of the namespace of files
-    objects_named: tuple[str, ...] = ()  # additional fields of the namespace of objects
     an_object: int = 1  # the number of pages or states in an object
     # whether the last pages of a prompt form an object of their own even if they are fewer than `an_object`
     tails: bool = False
-    apart: bool = False  # whether a request needs only one page, as for recurrent states
-    share: float = _SHARE
+    are_states: bool = False
 
 
 def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, *, pinned: bool) -> Tiers:
@@ -256,19 +252,22 @@ def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, *, pinned: boo
         namespace = namespace_of(params.hash_algorithm, kept.fingerprint, params.file_tier_key, *fields)
         return FileFormat(namespace, sum(kept.shard_bytes), digest_bytes, tables)
 
-    files = None
+    files, tables, count = None, len(kept.windows), kept.an_object
     if params.file_tier_dir is not None:
-        folder = PageFolder(Path(params.file_tier_dir), layout(*kept.files_named, tables=len(kept.windows)))
+        named = ("tables named",) * (tables > 1)
+        folder = PageFolder(Path(params.file_tier_dir), layout(*named, tables=tables))
         files = FileTier(folder, kept.file_bytes, host, params.file_tier_io or (lambda _: SystemIO()))
         host.lower.append(files)
     if params.object_tier_io is not None:
-        of_objects = ObjectFormat(layout(*kept.objects_named), kept.an_object, kept.tails)
+        named = ("objects of states",) if kept.are_states else ("objects", str(count))
+        of_objects = ObjectFormat(layout(*named), count, kept.tails)
         speed = params.object_tier_tokens_per_s
         # The number of seconds that the model takes to compute the tokens of a page.
         seconds = page_size / speed if speed else math.inf
         io, timeout = params.object_tier_io, params.object_tier_timeout_s
-        host.lower.append(ObjectTier(of_objects, host, io, timeout, seconds, kept.windows, apart=kept.apart))
-    return Tiers(host, files, kept.noun, kept.share)
+        host.lower.append(ObjectTier(of_objects, host, io, timeout, seconds, kept.windows, apart=kept.are_states))
+    noun, share = ("states", _SHARE_OF_STATES) if kept.are_states else ("blocks", _SHARE)
+    return Tiers(host, files, noun, share)
 
 
 def page_tiers(
@@ -285,21 +284,18 @@ def page_tiers(
     """
     if not params.enable_kvcache_swapping_to_host:
         return None
-    sizes, several, count = [layout.page_bytes for layout in layouts], len(tables.tables) > 1, params.object_tier_pages
+    sizes, count = [layout.page_bytes for layout in layouts], params.object_tier_pages
     if room.host_bytes < sum(sizes):
         raise PoolTooSmallError(
             f"host_kvcache_swap_space_gb is {params.host_kvcache_swap_space_gb}, {room.host_bytes} bytes: "
             f"at least one page of {sum(sizes)} bytes must fit"
         )
     kept = Kept(
-        "blocks",
         sizes,
         room.host_bytes // sum(sizes),
         room.file_bytes,
         replica_fingerprint([*layouts], tables.described() if params.groups else ""),
         windows=[not table.group.keeps_all for table in tables.tables],
-        files_named=("tables named",) * several,
-        objects_named=("objects", str(count)),
         an_object=count,
         tails=params.states is not None and count > 1,
     )
@@ -338,14 +334,11 @@ def state_tiers(
     layouts = states[0].layouts
     offsets = [kind_offsets(kinds) for kinds in layouts]
     kept = Kept(
-        "states",
         [at[-1] for at in offsets],
         room.state_slots,
         room.state_file_bytes,
         replica_fingerprint([*pages, *chain.from_iterable(kinds.values() for kinds in layouts)]),
-        objects_named=("objects of states",),
-        apart=True,
-        share=_SHARE_OF_STATES,
+        are_states=True,
     )
     on_gpu = any(one.device.type != "cpu" for one in chain.from_iterable(states[0].blocks))
     tiers = make_tiers(params, kept, pages[0].page_size, pinned=on_gpu)

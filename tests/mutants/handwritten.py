@@ -101,7 +101,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.tiers.tiers",
         [
-            Mutation("make_tiers", "layout(*kept.objects_named)", "layout(*kept.files_named)"),
+            Mutation("make_tiers", "layout(*named), count", "layout(), count"),
             Mutation("StateTier._let_go", "self.pool.release(pages)", "self.pool.drop_writer(pages)"),
             Mutation("divide_tiers", "space - slots * state_bytes", "space * (1 - share)"),
         ],
@@ -190,7 +190,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.prometheus",
         [
-            Mutation("_states", "states.pages.num_idle", "states.pages.num_held"),
+            Mutation("_states", "states.pages.pool.idle.count", "states.pages.num_held"),
             Mutation("_of_states", "read(states.pages)", "read(all_of.states[0].pages)"),
             Mutation("_pages", "replica.pool.num_pages - free", "replica.pool.num_pages - idle"),
             Mutation("_prompt_tokens", "metrics.cache_tokens", "metrics.prompt_tokens"),

@@ -270,7 +270,7 @@ class Books:
         for digest in now.keys() - was.keys():
             self.same_state(at, now[digest], digest)
         gone, mine = was.keys() - now.keys(), [one for one in stepped if one.replica == at]
-        more = states.evictions - self.seen_state_evictions[at]
+        more = states.pool.evictions - self.seen_state_evictions[at]
         self.seen_state_evictions[at] += more
         replica.kept = {digest: now[digest] for digest in {**was, **now} if digest in now}
         if reset:

@@ -205,7 +205,7 @@ def test_making_room_for_a_state_from_the_host_does_not_reuse_its_slot() -> None
     for number in range(len(others)):
         it.claim([number])  # holds a page
     it.manager.contents.bring("theirs", 0, wanted(it), 100)
-    assert states.evictions == 1
+    assert states.pool.evictions == 1
     held = leased(it)
     assert held is not None
     assert state_in(it, held[1].groups[1][0]) == value_after(40)

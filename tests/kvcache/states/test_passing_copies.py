@@ -61,7 +61,7 @@ def test_each_passing_copy_is_replaced_in_its_place_by_the_next_one() -> None:
     assert states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]), ALL) == []
     assert kept(states, 1, 2, 3, 11, 12, 13) == [0, 0, 0, 10, 11, 12]
     assert (states._tokens[states.pool.index.find(digests(11, 12, 13))] == 16).all()
-    assert (states.num_kept, states.evictions) == (3, 0)
+    assert (states.num_kept, states.pool.evictions) == (3, 0)
     states.check(NAMES)
     on(states, 24)
     others = states.keep_passing(NAMES, digests(21, 22, 23), np.array([24, 24, 24]), ALL)

@@ -296,7 +296,7 @@ def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
     assert [int(states.kept_after(digest(number))[0]) for number in (1, 2, 3)] == [1, 0, 1]
     states.allocate("b")
     states.allocate("c")
-    assert (states.num_kept, states.evictions, states.pool.free_count) == (0, 3, 0)
+    assert (states.num_kept, states.pool.evictions, states.pool.free_count) == (0, 3, 0)
     states.keep("a", digest(4), 8, passing=False)
     assert states.num_kept == 0
     states.check(["a", "b", "c"])
@@ -380,10 +380,10 @@ def test_a_copy_is_idle_unless_a_lease_holds_it() -> None:
     states = states_of(SHAPE, 3)
     states.advance(torch.tensor([states.allocate("a")]), [8])
     states.keep("a", digest(1), 8, passing=False)
-    assert (states.num_held, states.num_idle, states.num_kept) == (1, 1, 1)
+    assert (states.num_held, states.pool.idle.count, states.num_kept) == (1, 1, 1)
     lease = states.held_copy(digest(1))
     lease.pool.hold(lease.pages)
-    assert (states.num_held, states.num_idle, states.num_kept) == (2, 0, 1)
+    assert (states.num_held, states.pool.idle.count, states.num_kept) == (2, 0, 1)
 
 
 def test_the_kinds_of_a_shard_say_where_its_states_lie() -> None:

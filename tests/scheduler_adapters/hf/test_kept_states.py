@@ -64,9 +64,9 @@ def test_the_oldest_copies_go_first_and_requests_that_begin_take_their_pages(mod
     states = states_of(loop)
     for at in range(3):
         served(loop, [at, *PROMPTS[0]], 1)
-    assert (states.num_kept, states.evictions) == (2, 1)
+    assert (states.num_kept, states.pool.evictions) == (2, 1)
     assert served(loop, [0, *PROMPTS[0]], 1)[1] == 0
-    assert (states.num_kept, states.evictions) == (2, 2)
+    assert (states.num_kept, states.pool.evictions) == (2, 2)
     assert served(loop, [2, *PROMPTS[0]], 1)[1]
     assert_nothing_held(loop.manager)
 
@@ -79,7 +79,7 @@ def test_one_copy_goes_along_with_a_request_that_decodes(model: Any) -> None:
     # One state is after the last full page before the prompt's last token. The other state is after the answer's last
     # full page.
     assert states_of(loop).num_kept == 2
-    assert states_of(loop).evictions == 0
+    assert states_of(loop).pool.evictions == 0
     assert served(loop, [*prompt, *answer, 1], 1)[1] == full(len(prompt) + len(answer) - 1)
 
 

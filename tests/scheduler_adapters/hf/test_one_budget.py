@@ -160,14 +160,14 @@ def test_a_fork_that_is_refused_evicts_nothing(model: Any) -> None:
     parent = running(manager, "parent", PROMPTS[0])
     step(manager, runner, parent)
     pool, states = manager._replicas.each[0].pool, manager.states[0]
-    others = pool.allocate(pool.free_count - (1 + states.num_idle) * pool.slab_pages)
+    others = pool.allocate(pool.free_count - (1 + states.pool.idle.count) * pool.slab_pages)
     while pool.free_count > pool.slab_pages:
         others = np.append(others, pool.allocate_one())
-    found = manager.metrics.evictions, states.evictions, states.num_kept, pool.moved
+    found = manager.metrics.evictions, states.pool.evictions, states.num_kept, pool.moved
     child = parent.fork("child")
     assert manager.states[0].pool.has_room
     assert not manager.fork(parent, child), "there are enough pages only for a state"
-    assert (manager.metrics.evictions, states.evictions, states.num_kept, pool.moved) == found
+    assert (manager.metrics.evictions, states.pool.evictions, states.num_kept, pool.moved) == found
     assert not manager.contains("child")
     new = len(manager.get_req_blocks("parent")) - parent.start_idx // PAGE
     pool.release(others[: new - 1])

@@ -62,7 +62,7 @@ def test_tokens_equal_on_both_replicas_with_separate_hits(
     told = figures(manager)
     assert told["pagewire_state_hits_total"] == [states.hits for states in manager.states]
     assert told["pagewire_states", "held"] == [0, 0]
-    assert told["pagewire_states", "idle"] == [states.num_idle for states in manager.states] != [0, 0]
+    assert told["pagewire_states", "idle"] == [states.pool.idle.count for states in manager.states] != [0, 0]
     assert manager.metrics.state_hits == sum(told["pagewire_state_hits_total"])
     assert_nothing_held(manager)
 
