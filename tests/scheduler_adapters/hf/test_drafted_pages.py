@@ -116,7 +116,7 @@ def test_a_refused_step_sets_no_request_back(model: Any, monkeypatch: pytest.Mon
     assert (context.start_idx, context.active_idx, context.end_idx) == before
     for odd in (start - 1, start + 5):
         with pytest.raises(StatePageError, match=rf"'r': {odd} tokens are computed, .* after {start} and {start + 4}"):
-            manager.states[0].drafts.goes_on_from("r", start, odd)
+            manager.states[0].goes_on_from("r", odd)
     manager.step([context])
     finish(engine)
 
@@ -172,9 +172,9 @@ def test_a_request_continues_from_a_state_that_a_hit_has_loaded(model: Any) -> N
     other = PAGE * (start // PAGE)
     digest = engine.manager._replicas.states[0].digest_at(0, context, other)
     states.resume("r", digest, other)
-    states.drafts.check_booked("r")
+    states.check_booked("r")
     assert (states.tokens_of("r"), states.num_held) == (other, 2)
-    assert states.drafts.goes_on_from("r", other, other) == other
+    assert states.goes_on_from("r", other) == other
     context.set_token_indices(start_idx=other)
     engine.manager.step([context])
     finish(engine)
@@ -184,7 +184,7 @@ def test_an_import_takes_the_second_page_away(model: Any) -> None:
     engine, _, _ = ready(model)
     states = engine.manager.states[0]
     page = states.begin_import("r")
-    assert not states.drafts.page_of
+    assert not states.drafted
     with pytest.raises(StatePageError, match="being written by a transfer"):
         states.draft("r")
     states.cancel_import(page)
@@ -193,12 +193,12 @@ def test_an_import_takes_the_second_page_away(model: Any) -> None:
 def test_check_names_a_second_page_without_a_first(model: Any) -> None:
     engine, _, _ = ready(model)
     states = engine.manager.states[0]
-    states.drafts.page_of["gone"] = states.pool.allocate_one()
+    states.drafted["gone"] = states.pool.allocate_one()
     with pytest.raises(InvariantError, match=r"\['gone'\] have a second state page"):
         engine.manager.check()
     words = states.pool.index.digests_of(np.array([1])).shape[1]
-    states.pool.index.publish(np.array([states.drafts.page_of["r"]], np.int32), np.ones((1, words), np.uint64))
-    del states.drafts.page_of["gone"]
+    states.pool.index.publish(np.array([states.drafted["r"]], np.int32), np.ones((1, words), np.uint64))
+    del states.drafted["gone"]
     states.pool.check = lambda *_: None
     with pytest.raises(InvariantError, match="can be found by other requests, but a request writes to it"):
         engine.manager.check()
