@@ -24,10 +24,9 @@ from benchmarks.frame import Row, header, options, progress, table, write
 from benchmarks.pools import expect
 from kvcache.pool.index import Digests
 from kvcache.tiers.host_tier import HostTier
-from kvcache.tiers.object_tier import ObjectTier
+from kvcache.tiers.object_tier import ObjectFormat, ObjectTier
 from kvcache.tiers.page_files import FileFormat
 from kvcache.tiers.page_folder import namespace_of
-from kvcache.tiers.page_objects import ObjectFormat
 from tests.transfer.nixl.moto_store import MotoStore, moto_store
 from tests.transfer.nixl.slow_link import SlowLink, slow_link
 

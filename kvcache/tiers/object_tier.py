@@ -7,10 +7,22 @@ the request computes the tokens of these pages. A store that fails, or does not 
 When a request is released, the pages of its prompt are written, many pages to one object. This tier never lists or
 deletes objects. The rules of the bucket must let old objects expire. Looking up an expired object ends as a miss.
 
-Each block table has its own objects. The name of an object is the digest of its last page in its table. The first
-object of each table covers the same pages of a prompt, and so do the second objects, and so on. The first objects of
-all tables are written first, then the second objects of all tables. An object is written only if the host has all its
-pages. An object of a table with a window also includes pages that have fallen out of the request's window.
+An object holds `count` consecutive pages of a prompt. Each page is followed by a record, as in a file of pages:
+
+    page 0 │ row 0 │ page 1 │ row 1 │ …
+             digest, checksum
+
+The first `count` pages of a prompt are one object, the next `count` pages are another one, and so on. If fewer than
+`count` pages are left at the end, they are in no object. With `tails`, they form a shorter object, a tail. Tails are
+used for recurrent states, because another request resumes only where a run ends, which may be after any page. An object
+is named by the digest of its last page, which covers the tokens of all its pages. So the objects that a lookup asks for
+follow from the prompt alone, and no list of objects has to be kept or read. Consecutive pages of an object can be read
+as one range.
+
+Each block table has its own objects. The first object of each table covers the same pages of a prompt, and so do the
+second objects, and so on. The first objects of all tables are written first, then the second objects of all tables. An
+object is written only if the host has all its pages. An object of a table with a window also includes pages that have
+fallen out of the request's window.
 
 A lookup asks for the objects that a request needs to resume after the longest prefix. A table of full attention needs
 all objects of the prefix. A table with a window needs only the objects with tokens that a query at the end of the
@@ -23,14 +35,17 @@ not exist, a third round asks for all objects of the tables with windows.
 
 import logging
 import math
+import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
@@ -38,8 +53,7 @@ from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages_below import NO_SLOTS, Asked, Slots
 from kvcache.tiers.callers_io import CallersObjects
 from kvcache.tiers.host_tier import PAUSE_S, HostTier, Job, LowerTier, nothing
-from kvcache.tiers.page_files import FileRefusal
-from kvcache.tiers.page_objects import ObjectFormat
+from kvcache.tiers.page_files import FileFormat, FileRefusal
 from kvcache.types import MakeObjectIO, ObjectRange, Part
 
 # In seconds. After this time pages are read again, even if reading has been slower than computing so far. The store may
@@ -47,7 +61,9 @@ from kvcache.types import MakeObjectIO, ObjectRange, Part
 _TRY_S = 30.0
 _WEIGHT = 0.25  # the weight of the newest value in a running average
 MEMORY_BYTES = 16 << 20  # in bytes: how much a thread moves in one call, unless a single object is larger
-_FIRST_EPOCH = "0" * 16  # the epoch of a namespace that was never reset
+_EPOCH = re.compile(rb"[0-9a-f]{16}")
+_EPOCH_BYTES = 16
+_FIRST_EPOCH = "0" * _EPOCH_BYTES  # the epoch of a namespace that was never reset
 # in seconds: how long an object is assumed to be absent after the store has answered that it is absent
 _ABSENT_S = 10.0
 _LONGEST_FLUSH_S = 10.0
@@ -59,6 +75,91 @@ _States = NDArray[np.int8]  # `[tables, objects]`
 
 _log = logging.getLogger("pagewire")
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFormat:
+    """The layout of all objects of one namespace. `count` is a part of the namespace."""
+
+    page: FileFormat
+    count: int  # the number of pages in an object
+    # whether the last pages of a run form an object of their own even if they are fewer than `count`
+    tails: bool = False
+
+    @property
+    def record_bytes(self) -> int:
+        """The size of a page together with its record, in bytes."""
+        return self.page.page_bytes + self.page.row_bytes
+
+    @property
+    def object_bytes(self) -> int:
+        return self.count * self.record_bytes
+
+    def bounds(self, pages: int) -> list[tuple[int, int]]:
+        """Returns the objects of a run of `pages` pages, each as its first page and the page after its last one."""
+        ends = [*range(self.count, pages + 1, self.count)]
+        if self.tails and pages % self.count:
+            ends.append(pages)
+        return [*zip([0, *ends], ends, strict=False)]
+
+    def key(self, epoch: str, name: bytes) -> str:
+        return f"{self.page.namespace.hex()}/{epoch}/{name.hex()}"
+
+    @property
+    def epoch_key(self) -> str:
+        """The key of the object that names the epoch."""
+        return f"{self.page.namespace.hex()}/current"
+
+    def epoch_object(self, epoch: str) -> bytes:
+        text = epoch.encode()
+        return text + xxhash.xxh3_128_digest(self.page.namespace + text)
+
+    def epoch_of(self, content: bytes) -> str | None:
+        """Returns the name of the epoch in the `content` of the object at `epoch_key`.
+
+        Returns None if the content is broken, or belongs to another namespace.
+        """
+        text = content[:_EPOCH_BYTES]
+        right = _EPOCH.fullmatch(text) and content == self.epoch_object(text.decode())
+        return text.decode() if right else None
+
+    def pack(self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]) -> None:
+        """Write pages and their records into the buffer `records`, one page after another."""
+        for digest, parts, page, row in self._records(records, digests, pages):
+            np.concatenate(parts, out=page)
+            row[:] = np.frombuffer(self.page.row(digest, parts), np.uint8)
+
+    def blank(self, records: Part) -> None:
+        """Clear the digest and checksum of each page in `records` before a read.
+
+        `unpack` then refuses every page that was not read.
+        """
+        records.reshape(-1, self.record_bytes)[:, self.page.page_bytes :] = 0
+
+    def unpack(self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]) -> list[FileRefusal | None]:
+        """Copy pages from the buffer `records` to `pages`. Returns for each page the reason why it is refused, or None.
+
+        If a page is refused, its bytes in `pages` are undefined.
+        """
+        found: list[FileRefusal | None] = []
+        for digest, parts, page, row in self._records(records, digests, pages):
+            at = 0
+            for part in parts:
+                part[:] = page[at : at + len(part)]
+                at += len(part)
+            found.append(self.page.judge(row.tobytes(), digest, parts) if row.any() else FileRefusal.CUT)
+        return found
+
+    def _records(
+        self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]
+    ) -> list[tuple[bytes, Sequence[Part], Part, Part]]:
+        """Returns a tuple for each page: its digest, its parts in `pages`, its bytes in `records`, and its record."""
+        rows = records.reshape(-1, self.record_bytes)
+        cut = self.page.page_bytes
+        return [
+            (digest.tobytes(), parts, record[:cut], record[cut:])
+            for digest, parts, record in zip(digests, pages, rows, strict=True)
+        ]
 
 
 class ObjectPiece(NamedTuple):

@@ -35,10 +35,9 @@ from kvcache.states.state_memory import kind_offsets, state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
-from kvcache.tiers.object_tier import ObjectTier
+from kvcache.tiers.object_tier import ObjectFormat, ObjectTier
 from kvcache.tiers.page_files import FileFormat, SystemIO
 from kvcache.tiers.page_folder import PageFolder, namespace_of
-from kvcache.tiers.page_objects import ObjectFormat
 from kvcache.types import KVCacheMetrics
 
 _SHARE = 0.05  # the share of the loop thread's time that copies of pages may take

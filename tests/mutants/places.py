@@ -64,7 +64,6 @@ _DOORS: dict[str, dict[str, str]] = {
         "tiers/state_tiers",
         "states/state_memory": "million_moves states/grouped_states states/state_pages",
         "tiers/page_folder": "tiers/file_tier tiers/page_files",
-        "tiers/page_objects": "tiers/object_tier",
         "tiers/object_tier": "tiers/object_tier tiers/object_tables tiers/read_rates",
         "tiers/tiers": "tiers/host_tier tiers/object_tier replica/pages_below replica/lent_tables "
         "tiers/state_tiers states/grouped_states_below",

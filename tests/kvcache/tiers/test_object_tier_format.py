@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvcache.pool.index import Digests
+from kvcache.tiers.object_tier import ObjectFormat
 from kvcache.tiers.page_files import FileFormat, FileRefusal
-from kvcache.tiers.page_objects import ObjectFormat
 from kvcache.types import Part
 
 PAGE_BYTES, COUNT, EPOCH = 24, 3, "0123456789abcdef"
