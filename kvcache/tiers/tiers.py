@@ -233,9 +233,6 @@ class Kept(NamedTuple):
     # Identifies everything on which the content depends, except tokens, salt and keys, which the digest covers.
     fingerprint: str
     windows: Sequence[bool] = (False,)  # for each block table, whether later queries see only some of its pages
-    an_object: int = 1  # the number of pages or states in an object
-    # whether the last pages of a prompt form an object of their own even if they are fewer than `an_object`
-    tails: bool = False
     are_states: bool = False
 
 
@@ -251,15 +248,16 @@ def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, *, pinned: boo
         namespace = namespace_of(params.hash_algorithm, kept.fingerprint, params.file_tier_key, *fields)
         return FileFormat(namespace, sum(kept.shard_bytes), digest_bytes, tables)
 
-    files, tables, count = None, len(kept.windows), kept.an_object
+    files, tables = None, len(kept.windows)
     if params.file_tier_dir is not None:
         named = ("tables named",) * (tables > 1)
         folder = PageFolder(Path(params.file_tier_dir), layout(*named, tables=tables))
         files = FileTier(folder, kept.file_bytes, host, params.file_tier_io or (lambda _: SystemIO()))
         host.lower.append(files)
     if params.object_tier_io is not None:
+        count = 1 if kept.are_states else params.object_tier_pages
         named = ("objects of states",) if kept.are_states else ("objects", str(count))
-        of_objects = ObjectFormat(layout(*named), count, kept.tails)
+        of_objects = ObjectFormat(layout(*named), count, tails=params.states is not None and count > 1)
         speed = params.object_tier_tokens_per_s
         # The number of seconds that the model takes to compute the tokens of a page.
         seconds = page_size / speed if speed else math.inf
@@ -283,7 +281,7 @@ def page_tiers(
     """
     if not params.enable_kvcache_swapping_to_host:
         return None
-    sizes, count = [layout.page_bytes for layout in layouts], params.object_tier_pages
+    sizes = [layout.page_bytes for layout in layouts]
     if room.host_bytes < sum(sizes):
         raise PoolTooSmallError(
             f"host_kvcache_swap_space_gb is {params.host_kvcache_swap_space_gb}, {room.host_bytes} bytes: "
@@ -295,8 +293,6 @@ def page_tiers(
         room.file_bytes,
         replica_fingerprint([*layouts], tables.described() if params.groups else ""),
         windows=[not table.group.keeps_all for table in tables.tables],
-        an_object=count,
-        tails=params.states is not None and count > 1,
     )
     on_gpu = any(blocks.device.type != "cpu" for blocks in placed[0].memory.blocks)
     tiers = make_tiers(params, kept, layouts[0].page_size, pinned=on_gpu)
