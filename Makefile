@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile hatch_build.py $(CHAINED).c
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(if $(HAS_TORCH),--system-site-packages) $(VENV)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) $(CONSTRAINTS) '$(TORCH)'
 	@$(PIP) $(CONSTRAINTS) --editable '.[all,dev]'
-	@test -e $(CHAINED).abi3.so || echo 'no C compiler or Python.h: hashlib computes sha256 (docs/guides/operations.md, hash_algorithm)'
+	@test -e $(CHAINED).abi3.so || echo 'no C compiler or Python.h: hashlib computes sha256 (docs/reference/options.md, hash_algorithm)'
 	@touch $@
 
 demo: $(STAMP) ## serve prompts across a prefill and a decode process (ARGS="--requests 32 ...")

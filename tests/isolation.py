@@ -27,6 +27,8 @@ _OTHERS = {
     *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
     *("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"),
 }
+# Other programs may build these in the repository while tests run.
+_BUILT = {"build", "dist", "pagewire.egg-info"}
 
 
 class Surroundings(NamedTuple):
@@ -34,6 +36,7 @@ class Surroundings(NamedTuple):
 
     environment: dict[str, str]
     folder: str
+    entries: frozenset[str]  # the names in this folder, which is the repository
     handlers: tuple[Any, ...]
     threads: int | None  # None if torch has not been imported
     dtype: Any
@@ -46,6 +49,7 @@ def _surroundings() -> Surroundings:
     return Surroundings(
         environment,
         os.getcwd(),  # noqa: PTH109  (a string is compared)
+        frozenset(name for name in os.listdir() if name not in _BUILT and name[0] != "."),  # noqa: PTH208  (as above)
         tuple(map(signal.getsignal, _SIGNALS)),
         None if torch is None else torch.get_num_threads(),
         None if torch is None else torch.get_default_dtype(),
@@ -81,7 +85,9 @@ def _restore(before: Surroundings) -> None:
 
 @contextmanager
 def surroundings_stay() -> Generator[None]:
-    """Fails if the block changes the environment, the working directory, signal handlers or torch's settings."""
+    """Fails if the block changes the environment, the working directory or its entries, signal handlers, or torch's
+    settings.
+    """
     before = _surroundings()
     yield
     if changed := _changed(before, _surroundings()):

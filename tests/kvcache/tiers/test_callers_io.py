@@ -114,11 +114,11 @@ def test_a_client_that_cannot_be_closed_does_not_keep_the_manager_open() -> None
 
 
 @pytest.mark.parametrize("made", [None, 5, StoredObjects()])
-def test_an_object_that_is_no_io_is_refused(made: Any) -> None:
+def test_an_object_that_is_no_io_is_refused(made: Any, tmp_path: Path) -> None:
     params = {"file_tier_key": "model", "object_tier_io": lambda *_: made, "object_tier_pages": COUNT}
     with pytest.raises(InvalidParamsError, match=r"object_tier_io\(.*\) returned .*: an ObjectIO with a memory"):
         Served(12, 40, params=params)
-    params = {"file_tier_key": "model", "file_tier_dir": "folder", "file_tier_max_gb": 1}
+    params = {"file_tier_key": "model", "file_tier_dir": str(tmp_path), "file_tier_max_gb": 1}
     with pytest.raises(InvalidParamsError, match=r"file_tier_io returned .*: a PageIO is needed"):
         Served(12, 40, params={**params, "file_tier_io": lambda _: made})
 
