@@ -32,6 +32,8 @@ class Context(Protocol):
     `cache_salt` and `extra_keys` may change until the request gets pages. From then on they must stay the same until
     the request is released. If they change nevertheless, `maybe_reserve`, `step` and imports refuse the context.
 
+    Each token must fit into 32 bits, because pages are named by 32-bit tokens. A call refuses other tokens.
+
     A known token must never be replaced. A context that drops tokens from its end (such as a rejected draft) must have
     the attribute `prefix_hasher`, and must set it to None when it drops them. Otherwise the pages that the request
     fills later would be published under the digests of the dropped tokens.
@@ -476,6 +478,8 @@ class ReadContext:
         self.request_id: RequestID = own.request_id
         self.start_idx, self.active_idx, self.end_idx = self._began = _indices_of(own)
         self.tokens: NDArray[np.integer[Any]] = own.tokens[: self.end_idx]
+        if self.tokens.dtype.itemsize >= 4 and self.tokens.dtype != np.int32:
+            _refuse_wide(self.request_id, self.tokens)
         self.named = salt_and_keys(own)
         hint: object = getattr(own, "retention", None)
         self.hint = hint if isinstance(hint, Retention) else None  # an invalid hint is no reason to refuse the call
@@ -517,6 +521,16 @@ class ReadContext:
             raise InvalidRequestError(
                 f"request {self.request_id!r}: set_token_indices({start}) left start_idx at {self.start_idx}"
             )
+
+
+def _refuse_wide(request_id: str, tokens: NDArray[np.integer[Any]]) -> None:
+    """Raise `InvalidRequestError` if a token does not fit into 32 bits.
+
+    Otherwise prompts whose tokens differ only in higher bits would share pages.
+    """
+    for token in (int(tokens.min()), int(tokens.max())) if tokens.size else ():
+        if not -(1 << 31) <= token < 1 << 31:
+            raise InvalidRequestError(f"request {request_id!r}: token {token} is not within -2**31 to 2**31 - 1")
 
 
 SafeContext = TextContext | ReadContext

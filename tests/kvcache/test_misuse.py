@@ -324,6 +324,59 @@ def test_a_waiting_request_of_a_callers_own_context_may_have_another_salt(make: 
     assert running(manager, range(100, 117), "one", cache_salt="one").start_idx == 0
 
 
+class Wide(OwnContext):
+    """A caller's own context with tokens of another type."""
+
+    def __init__(self, tokens: list[int], name: str, dtype: type[np.integer[Any]]) -> None:
+        super().__init__(TextContext([1] * len(tokens), 64, name))
+        self.__dict__["given"], self.__dict__["dtype"] = tokens, dtype
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return np.array(self.given[: self.inner.end_idx], self.dtype)
+
+    def update(self, token: int) -> None:
+        self.given.append(token)
+        self.inner.update(1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide", "alike"),
+    [(np.int64, (1 << 32) + 5, 5), (np.uint64, (1 << 32) + 5, 5), (np.int64, -(1 << 32), 0), (np.uint32, 1 << 31, -1)],
+)
+@pytest.mark.parametrize("params", [{}, {"partial_reuse_min_tokens": 1}, {"hash_algorithm": "xxh3_128"}])
+def test_tokens_that_differ_only_in_bits_above_the_lowest_32_never_share_a_page(
+    make: Any, dtype: Any, wide: int, alike: int, params: dict[str, Any]
+) -> None:
+    """Pages are named by 32-bit tokens, so a caller's own context with other tokens is refused by each call."""
+    manager: PagedKVCacheManager = make(16, params=params)
+    own = Wide([*range(6), wide, *range(9)], "own", dtype)
+    manager.external_claim("own")
+    calls: list[Callable[[], object]] = [
+        lambda: manager.maybe_reserve(own),  # type: ignore[arg-type]
+        lambda: manager.reserve_batch([own]),  # type: ignore[list-item]
+        lambda: manager.admission(own),  # type: ignore[arg-type]
+        lambda: manager.prefetch(own),  # type: ignore[arg-type]
+        lambda: manager.contents.digests(own),  # type: ignore[arg-type]
+    ]
+    for call in calls:
+        with pytest.raises(InvalidRequestError, match=f"'own': token {wide} is not within -2"):
+            call()
+    manager.release("own")
+    later = Wide([*range(6), 7], "later", dtype)
+    manager.external_claim("later")
+    assert manager.maybe_reserve(later, 6)  # type: ignore[arg-type]
+    manager.fetch([later])  # type: ignore[list-item]
+    later.update(wide)
+    later.update(3)
+    with pytest.raises(InvalidRequestError, match=f"'later': token {wide} is not within -2"):
+        manager.step([later])  # type: ignore[list-item]
+    manager.release("later")
+    manager.check()
+    found = TextContext([*range(6), 7, max(alike, 0), 3, 3], 64)
+    assert manager._replicas.each[0].find(found).end <= 1
+
+
 def test_only_a_manager_makes_a_lease() -> None:
     assert list(forged(PageLease)) == []
     with pytest.raises(InvalidRequestError, match="owner is None: a manager, whose lease makes one, is needed"):
