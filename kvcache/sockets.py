@@ -1,11 +1,11 @@
 """Bound ZMQ sockets with limits. A socket that cannot be bound is closed.
 
-A `Gate` protects a bound socket from peers without keys: it passes on only messages of few
-frames. libzmq limits the size of a frame and the number of complete messages that wait, but not the number of frames in
-a message. It keeps all frames of a message until the last one arrives. So a peer that never ends its message can fill
-the process's memory. A peer that ends such a message keeps the reader busy for seconds.
+A `Gate` protects a bound socket from peers without keys: it passes on only messages of few frames. libzmq limits the
+size of a frame and the number of complete messages that wait, but not the number of frames in a message. It keeps all
+frames of a message until the last one arrives. So a peer that never ends its message can fill the process's memory. A
+peer that ends such a message keeps the reader busy for seconds.
 
-Therefore the gate's thread owns the address, and libzmq listens at an abstract Unix socket to which only this process
+Therefore the gate's thread owns the address, and libzmq listens on an abstract Unix socket to which only this process
 may connect. For each connection from outside, the gate makes one connection to that socket. The gate follows a peer's
 traffic frame by frame (ZMTP 3 without encryption; CURVE needs no gate), stores none of the traffic, and drops a peer
 that exceeds a limit. Traffic to a peer is passed on unchanged.
@@ -241,7 +241,7 @@ class _Connection:
 
 
 class Gate:
-    """Listens at `address` until it is closed, and connects peers to the ZMQ socket that listens at `inner`.
+    """Listens on `address` until it is closed, and connects peers to the ZMQ socket that listens on `inner`.
 
     Attributes:
         address: the bound address. If the port was 0, it has the chosen port.
@@ -273,13 +273,13 @@ class Gate:
         self._thread.start()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Stop listening, and end. Messages already sent are delivered for up to `linger_s` seconds.
+        """Stop listening, and stop the thread. Messages already sent are delivered for up to `linger_s` seconds.
 
         Safe to call twice.
         """
         if self._listener.fileno() < 0:
             return
-        # The thread does not exist in a forked child, and a child must not end its parent's gate.
+        # The thread does not exist in a forked child, and a child must not stop its parent's gate.
         is_own = self._thread.is_alive()
         if is_own:
             self._ends_at = time.monotonic() + linger_s
@@ -420,7 +420,7 @@ def keep_connected(client: socket.socket) -> None:
 
 
 def listener(address: str) -> tuple[socket.socket, str]:
-    """Returns a listening socket at a ZMQ address of tcp or ipc, and the bound address. Raises `OSError`."""
+    """Returns a socket that listens on a tcp or ipc address of ZMQ, and the bound address. Raises `OSError`."""
     transport, _, place = address.partition("://")
     if transport == "ipc":
         remove_left(place)
@@ -454,7 +454,7 @@ def remove_left(place: str) -> None:
     """Remove the socket file that a killed process has left at an ipc address.
 
     If the file stayed, libzmq would remove it, but it would also remove the socket of a live process, and take over its
-    address. Therefore this function comes first. It raises `OSError` if a process listens at the address, or if the
+    address. Therefore this function comes first. It raises `OSError` if a process listens on the address, or if the
     file is not a socket. Abstract addresses (`@name`) have no file.
     """
     path = Path(place)
@@ -467,7 +467,7 @@ def remove_left(place: str) -> None:
 
 
 def _refuses(at: str) -> bool:
-    """Whether no process listens at this address of a Unix socket."""
+    """Whether no process listens on this address of a Unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asked:
         # the result is 0 if a process listens, or EAGAIN if its queue is full
         return asked.connect_ex(at) == errno.ECONNREFUSED
@@ -492,11 +492,11 @@ def _listener_at(family: socket.AddressFamily, at: str | tuple[str, int]) -> soc
 
 
 _MAX_QUESTION_BYTES = 1 << 10
-"""The most bytes of a message to a socket that answers questions. CURVE's handshake has the longest messages."""
+"""The most bytes of a message to a socket that answers requests. CURVE's handshake has the longest messages."""
 _UNREAD_QUESTIONS = 100
 _FREED_WITHIN_S = 1.0
 QUESTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES)
-"""The limits of a socket to which each peer sends a few questions a second."""
+"""The limits of a socket to which each peer sends a few requests a second."""
 SUBSCRIPTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES, peers=256, subscription_bytes=1 << 14)
 """The limits of a PUB socket. libzmq stores 40 bytes for each byte of a topic, so one peer takes at most 640 KiB."""
 
@@ -509,7 +509,7 @@ class BoundSocket(zmq.Socket[bytes]):
     """
 
     address = ""
-    _gate: Gate | None = None  # None if no peer without keys can connect; libzmq itself then listens at the address
+    _gate: Gate | None = None  # None if peers without keys cannot connect; libzmq then listens on the address
 
     def listen(self, what: str, address: str, limits: Limits | None) -> None:
         """Bind the socket to `address`.
@@ -546,7 +546,7 @@ class BoundSocket(zmq.Socket[bytes]):
 
 
 def _await_free(address: str) -> None:
-    """Wait until nothing listens at the address of a closed socket, but at most a second.
+    """Wait until nothing listens on the address of a closed socket, but at most a second.
 
     libzmq closes a listening socket in its own thread, some time after `close` has returned.
     """
@@ -556,7 +556,7 @@ def _await_free(address: str) -> None:
 
 
 def _is_free(address: str) -> bool:
-    """Whether nothing listens at the address. Removes the file of an ipc address, because libzmq leaves it there."""
+    """Whether nothing listens on the address. Removes the file of an ipc address, because libzmq leaves it there."""
     transport, _, place = address.partition("://")
     try:
         if transport == "tcp":
@@ -574,14 +574,14 @@ def _is_free(address: str) -> bool:
 
 
 def keep_alive(socket: "zmq.Socket[bytes]") -> None:
-    """Notice that a host has vanished, and reconnect within seconds after it is back.
+    """Notice that a host has vanished, and reconnect within seconds once it is back.
 
     TCP alone waits longer after each failed attempt, both to connect and to send data again. After a minute without a
-    link, it may take another minute to notice that the link is back. So a connection is ended if data is not
-    acknowledged for 15 s, or if nothing was heard for 25 s on an idle connection. An attempt to connect is ended after
-    2 s. ZMQ then tries again.
+    link, it may take another minute to notice that the link is back. So a connection is closed if data is not
+    acknowledged for 15 s, or if nothing was heard for 25 s on an idle connection. An attempt to connect is given up
+    after 2 s. ZMQ then tries again.
 
-    ZMQ's heartbeats are not used, because of an assertion of libzmq 4.3.5: it ends a process whose queue a dead peer
+    ZMQ's heartbeats are not used, because of an assertion in libzmq 4.3.5: it kills a process whose queue a dead peer
     has filled.
     """
     for option, value in (
@@ -605,7 +605,7 @@ def listening(
 ) -> BoundSocket:
     """Returns a socket of this kind at `address`.
 
-    If `secure` is given, it prepares the socket so that no peer without keys can reach it, and the socket gets no gate.
+    If `secure` is given, it prepares the socket so that only peers with keys can reach it, and the socket gets no gate.
 
     Raises `zmq.ZMQError` if the address cannot be bound, and whatever `secure` raises. In both cases nothing stays
     open.
@@ -633,7 +633,7 @@ def bound_socket(
     secure: Callable[[Any], None] | None = None,
     limits: Limits = QUESTIONS,
 ) -> BoundSocket:
-    """Returns a socket of this kind at `address`. At most `unread` messages wait for each peer.
+    """Returns a socket of this kind, bound to `address`. At most `unread` messages wait for each peer.
 
     `secure` prepares the socket before it is bound. Raises whatever `secure` raises. Raises `InvalidParamsError`, which
     names the purpose `what`, if the address cannot be bound.

@@ -2,14 +2,14 @@
 
 A bounded share of the idle pages follows the hints. The other pages follow the wrapped order, usually plain LRU:
 
-    release ──► recent: the newest (1 - share), LRU ──oldest──► older: one LRU order a kind of hint ──► evicted
+    release ──► recent: the newest (1 - share), LRU ──oldest──► older: one LRU order per kind of hint ──► evicted
 
 `older` evicts the page of the lowest rank. The rank of a page is its position in the LRU order plus the lead of its
 hint. The lead says how much longer a page is kept than a page without a hint. A negative lead means a shorter time. The
 unit is the pool's size, and time passes with each released page. A page whose lead is used up is evicted as if it had
 no hint. So a hint decays and never pins a page. If a share of the pages follows hints, the cache still keeps at least
-the pages that plain LRU would keep in a pool without this share. Two designs were rejected. Strict classes of hints
-would pin pages. If all pages could follow hints, wrong hints could cost any number of hits.
+the pages that plain LRU would keep in a pool that is smaller by this share. Two designs were rejected. Strict classes
+of hints would pin pages. If all pages could follow hints, wrong hints could cost any number of hits.
 
 The share grows only while hints gain page hits (`HintShare`). To learn whether hints help, two caches are simulated.
 The first cache is plain LRU. In the second cache, the largest allowed share of the idle pages follows hints.
@@ -319,7 +319,7 @@ class Baseline:
         self._append(pages)
 
     def forget(self, words: Words) -> None:
-        """Remove the pages with these `words`, which left the pool for another reason than an eviction."""
+        """Remove the pages with these `words`, which left the pool for a reason other than an eviction."""
         gone = {self._ids[word] for word in words.tolist() if word in self._ids}
         if gone:
             pages = np.array([*gone], np.int32)

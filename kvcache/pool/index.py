@@ -1,6 +1,6 @@
 """`PrefixIndex`: finds pages by digest, for a whole prompt in a few numpy operations.
 
-It is a hash table with chained buckets, whose links are arrays. So no page costs a Python object, and a removal frees
+It is a hash table with chained buckets, whose links are arrays, so a page costs no Python object, and a removal frees
 its entry at once. Open addressing was rejected, because its tombstones require a rebuild of the whole table now and
 then. The chains are doubly linked, and the heads of buckets are links like any other, so four operations remove any
 number of pages. With single links, each removal would walk the chains, at a dozen operations for each link of the
@@ -219,7 +219,7 @@ class PrefixIndex:
         return found
 
     def _find_exactly(self, found: Pages, digests: Digests, buckets: Buckets) -> None:
-        """Replace each page in `found` by the page in the same chain whose whole digest is equal.
+        """Replace each page in `found` with the page in the same chain whose whole digest is equal.
 
         Called if the first words of digests are equal, but the digests differ. Compares page by page.
         """

@@ -20,7 +20,7 @@ Digests = NDArray[np.uint64]
 Indices = NDArray[np.intp]
 
 BY_RESET = 3
-"""The reason of evictions by a reset of the cache. The other reasons are `BY_TURN`, `BY_HINT` and `BY_QUOTA`."""
+"""The reason for evictions by a reset of the cache. The other reasons are `BY_TURN`, `BY_HINT` and `BY_QUOTA`."""
 
 
 class PageReader:

@@ -18,9 +18,9 @@ class OrderLog:
     """Stores the entries of up to `most_orders` orders. A page is in one order at a time."""
 
     def __init__(self, num_pages: int, most_orders: int = 1) -> None:
-        # There are chunks for twice the pool's pages. Therefore, if no chunk is spare, some order has two neighbouring
-        # chunks whose valid entries fit into one. Each order also needs two chunks for its oldest and its newest
-        # entries.
+        # The chunks have room for twice the pool's pages. So whenever all of them are in use, at least one order has
+        # two neighbouring chunks whose valid entries fit into one chunk. Each order also needs two more chunks, for its
+        # oldest and its newest entries.
         chunks = 2 * -(-num_pages // CHUNK) + 2 * most_orders
         self.entries = np.zeros((chunks, CHUNK), np.int32)
         self.stamp = np.full(num_pages + 1, -1, np.int32)
@@ -41,10 +41,11 @@ class LruOrder(EvictionOrder):
     """The least recently used order of idle pages, which are published and have no holder.
 
     The order is a log of page ids in chunks, oldest first. An entry is valid only while the page's stamp has the
-    position of the entry. So clearing a page's stamp removes the page from the middle of the log. A chunk without valid
-    entries is reused. If no chunk is spare, two neighbouring chunks that fit into one are merged. Two such chunks
-    always exist, because there are chunks for twice the pool. The cost of a call is bounded by its pages and one chunk.
-    Compacting the whole log at once was rejected, because it would stop a server of 4 million pages for 50 ms.
+    position of the entry. So a page is removed from the middle of the log by clearing its stamp. A chunk without valid
+    entries is reused. If there is no spare chunk, two neighbouring chunks whose valid entries fit into one are merged.
+    Such a pair always exists, because the chunks have room for twice the pool's pages. A call costs at most the work
+    for its own pages and one chunk. Compacting the whole log at once was rejected, because it would stop a server of 4
+    million pages for 50 ms.
     """
 
     by_age = True

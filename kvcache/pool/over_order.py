@@ -9,7 +9,7 @@ from kvcache.retention import PageHints
 
 
 class OverOrder(EvictionOrder):
-    """Base class of orders that wrap another order. Each method that a subclass does not override calls `order`."""
+    """Base class of orders that wrap another order. Methods that a subclass does not override call `order`."""
 
     def __init__(self, order: EvictionOrder) -> None:
         self._order = order

@@ -75,7 +75,7 @@ class PagePool:
         self.num_pages = num_pages
         self.holders = np.zeros(num_pages + 1, np.int32)
         self.writers = np.zeros(num_pages + 1, np.int16)
-        self._writing = 0  # the sum of `writers`; usually 0, so that no single page has to be tested
+        self._writing = 0  # the sum of `writers`; usually 0, so the pages need not be tested one by one
         self.index = PrefixIndex(num_pages, digest_words)
         self.idle = order or LruOrder(num_pages)
         # A stack whose top is its end. It is filled in descending order, so the first pages handed out are 1, 2, 3 and
@@ -94,7 +94,7 @@ class PagePool:
         return self._fresh_count + self.idle.count
 
     def follow(self, order: EvictionOrder) -> None:
-        """Replace the eviction order by `order`, which must hold exactly the pages that are idle now."""
+        """Use `order` as the eviction order. It must hold exactly the pages that are idle now."""
         self.idle = order
 
     def allocate(self, count: int) -> Pages:

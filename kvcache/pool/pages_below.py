@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from kvcache.pool.index import Digests, Pages
 
 Slots = NDArray[np.int32]
-"""Places of pages in a lower tier. The tier decides what the numbers mean."""
+"""Slots of pages in a lower tier. The tier decides what the numbers mean."""
 NO_SLOTS: Slots = np.zeros(0, np.int32)
 Asked = NDArray[np.bool_]
 """A mask over the pages of block tables, `[tables, pages]`. It marks pages to look for, or pages that were found."""

@@ -43,7 +43,7 @@ StateLayouts = Sequence[Mapping[str, PageLayout]]
 
 
 def state_layouts(shape: StateShape | None, shards: int) -> list[Mapping[str, PageLayout]]:
-    """Returns the page layout of each kind of state on each of `shards` shards. No kinds without recurrent layers.
+    """Returns the page layout of each kind of state on each of `shards` shards; no kinds without recurrent layers.
 
     Heads are split evenly over the shards, and so are groups. If there are fewer groups than shards, the same number of
     shards holds each group. Raises `InvalidParamsError` if an even division is impossible.

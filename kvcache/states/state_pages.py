@@ -47,7 +47,7 @@ from kvcache.under_way import UnderWay
 
 Counts = NDArray[np.int64]
 """A number for each page of a pool."""
-NO_STATE: Digests = np.zeros((0, 1), np.uint64)  # takes the place of a digest if a request resumes from no cached state
+NO_STATE: Digests = np.zeros((0, 1), np.uint64)  # the digest if a request does not resume from a cached state
 _LOOKED_AT = 128  # how many pages of a prompt are searched at a time for the newest state
 
 
@@ -260,8 +260,8 @@ class StatePages:
         """Do `keep` at once for all requests whose new copies can overwrite their former passing copies.
 
         Returns the indices of the other requests. The caller must call `keep` for each of them. A request is among them
-        if it is not `passing`, if it has no passing copy, if its passing copy has a holder, or if its state includes
-        another number of tokens. If two requests have the same digest, all requests are among them.
+        if it is not `passing`, if it has no passing copy, if its passing copy has a holder, or if its state includes a
+        different number of tokens. If two requests have the same digest, all requests are among them.
         """
         pages, index, names = self._pages_of(request_ids), self.pool.index, as_bytes(digests)
         former, none = self._passing, bytes(8 * index.digest_words)  # no page has the digest `none`
@@ -504,8 +504,8 @@ class StatePages:
 
         A state cannot be rolled back, and its content does not show how many tokens it includes. If a step ran twice,
         its tokens would enter the state twice, and nothing would reveal the error. A run overwrites the state, so the
-        state must not be leased. Raises `UnknownRequestError`, and `StatePageError` if a state includes another number
-        of tokens, is leased, or is being written by a transfer.
+        state must not be leased. Raises `UnknownRequestError`, and `StatePageError` if a state includes a different
+        number of tokens, is leased, or is being written by a transfer.
         """
         pages = self._pages_of(request_ids)
         has = self._tokens[pages]
@@ -623,7 +623,7 @@ class StatePages:
     def _publish(self, copy: int, digest: Digests) -> int:
         """Publish a held copy. Returns the page that the index now has under `digest`, held for the caller.
 
-        The index may name another page than `copy`, if the state arrived from a lower tier while room was made for the
+        The index may name a page other than `copy`, if the state arrived from a lower tier while room was made for the
         copy.
         """
         found = self.pool.index.publish(one_page(copy), digest)

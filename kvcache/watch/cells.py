@@ -2,7 +2,7 @@
 
 The endpoint's thread reads all cells in a few numpy operations over the loop's arrays. This is safe in another thread
 for three reasons: the arrays are never moved in memory; lists and dicts are copied in one step before they are read;
-and the state of a page follows from its own holders, writers and digest. So each cell is right for some moment during
+and the state of a page follows from its own holders, writers and digest. So each cell is correct for some moment during
 the snapshot. If the loop does nothing during the snapshot, all cells agree with the counts of `check`. numpy releases
 the interpreter lock, so the loop can run meanwhile.
 """

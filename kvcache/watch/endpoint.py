@@ -1,9 +1,9 @@
-"""`Watch` answers watchers of some pools, in a thread of its own. `ManagerWatch` does so for the pools of a manager.
+"""`Watch` answers watchers of some pools, in its own thread. `ManagerWatch` does so for the pools of a manager.
 
 This thread makes a snapshot when a watcher asks. The loop makes no snapshots, because copying the arrays of 4 million
 pages takes milliseconds, which is too long for a step. Reading the arrays in another thread costs the loop nothing
-(`cells.py` says why this is safe). A recount (`check`) must run in the loop's thread. So a recount waits until the loop
-calls `attend`.
+(`cells.py` says why this is safe). A recount (`check`) must run in the loop's thread, so it waits until the loop calls
+`attend`.
 """
 
 import logging
@@ -31,7 +31,7 @@ from kvcache.watch.pools import WatchedPool, pools_of
 from kvcache.watched import AskLook, Beside, CheckReport, WatchRefusal, other_version
 
 _WAKE_MS = 200  # in milliseconds: how often the thread tests whether the endpoint is closed or its manager is gone
-# the share of the thread's time that snapshots may take; when they have used it up, questions have to wait
+# the share of the thread's time that snapshots may take; when they have used it up, requests have to wait
 _SHARE = 0.25
 # The share of the loop's time that snapshots may cost it by holding the interpreter lock. If the other threads of the
 # process are always busy, the pauses between snapshots are so long that snapshots keep to this share, up to a longest
@@ -46,7 +46,7 @@ _MOST_WATCHERS = 64  # how many watchers may have asked in the last `_FORGET_S` 
 # In seconds of processor time: how long the answers from one snapshot may take. The remaining watchers are answered
 # from the next snapshot.
 _TURN_S = 0.1
-_QUESTIONS = 256  # how many questions the thread reads at a time
+_QUESTIONS = 256  # how many requests the thread reads at a time
 _REFUSAL = msgspec.msgpack.encode(
     WatchRefusal(
         refused=f"there are {_MOST_WATCHERS} watchers, the most allowed: ask again {_FORGET_S:.0f} s after one has left"
@@ -60,7 +60,7 @@ _HERE = ("tcp://127.", "tcp://[::1]:", "tcp://localhost:", "ipc://", "inproc://"
 class _Watcher:
     """A watcher that has asked before and may ask again."""
 
-    asked: AskLook | None = None  # the watcher's last question; None if the question is answered
+    asked: AskLook | None = None  # the watcher's last request; None if it was answered
     asked_at: float = 0.0
     answered_at: float = 0.0  # when the watcher got its last answer; 0 if it has not got any
 
@@ -121,7 +121,7 @@ class _WatchThread:
             self._book = None
 
     def _hear(self) -> None:
-        """Read the questions that have come. For each watcher, only the last question counts.
+        """Read the requests that have arrived. For each watcher, only the last request counts.
 
         If there are too many watchers, a new one is refused at once.
         """
@@ -134,7 +134,7 @@ class _WatchThread:
                 except (msgspec.DecodeError, UnicodeDecodeError):
                     if why := other_version(asked, AskLook):
                         self._send([sender, msgspec.msgpack.encode(WatchRefusal(refused=why))])
-                    continue  # a malformed question gets no answer
+                    continue  # a malformed request gets no answer
                 now = time.monotonic()
                 if sender not in self._watchers and not self._has_room(now):
                     self._send([sender, _REFUSAL])
@@ -251,7 +251,7 @@ class Watch:
         self._worker.checked = (started, CheckReport(age_s=0.0, seconds=seconds, error=error, counts=counts))
 
     def close(self) -> None:
-        """End the thread and close the socket. Safe to call twice."""
+        """Stop the thread and close the socket. Safe to call twice."""
         self._worker.closing.set()
         self._thread.join(2.0)
 

@@ -31,7 +31,7 @@ class Followed:
 
     @property
     def ask(self) -> AskLook:
-        """A question for the changes since the last snapshot."""
+        """A request for the changes since the last snapshot."""
         if self.look is None:
             return AskLook()
         return AskLook(known=self.look.number, incarnation=self.look.incarnation)
@@ -117,7 +117,7 @@ class WatchClient:
             raise WatchError(f"{shown(address)} cannot be watched: {error}") from error
 
     def ask(self, ask: AskLook) -> None:
-        """Send a question. It is dropped if the socket's queue is full."""
+        """Send a request. It is dropped if the socket's queue is full."""
         with suppress(zmq.Again):
             self._socket.send(msgspec.msgpack.encode(ask), zmq.NOBLOCK)
 

@@ -22,7 +22,7 @@ _SHOWN = 32
 _SPREAD_S = 0.25  # in seconds: evictions of a pool that have the same reason and lie within this time are shown as one
 _PUBLISHED = -1  # marks a publication in arrays that have the number of each eviction
 _NO_WORDS = np.zeros(0, np.uint64)
-REASONS = ("LRU", "hint", "quota", "reset")  # the reasons of evictions, at the index that the journal uses
+REASONS = ("LRU", "hint", "quota", "reset")  # the reasons for evictions, at the index that the journal uses
 
 
 class PoolEntry(NamedTuple):
@@ -174,7 +174,7 @@ class EvictionBook:
 
 
 def _by_reason(entry: PoolEntry) -> list[tuple[str, Words]]:
-    """Returns the words of the evicted pages of an entry, grouped by the reason of the eviction.
+    """Returns the words of the evicted pages of an entry, grouped by the reason for the eviction.
 
     An entry nearly always has only one reason.
     """

@@ -22,7 +22,7 @@ _KEY = secrets.token_bytes(16)
 def tenant_name(salt: str) -> str:
     """Returns the name under which a salt is shown. It stays the same as long as this process runs.
 
-    Returns an empty text if there is no salt.
+    Returns an empty string if there is no salt.
     """
     if not salt:
         return ""
@@ -53,7 +53,7 @@ class WatchNames:
         return beside._replace(leases=leases, pulls=pulls)
 
     def error(self, text: str, ids: Iterable[str]) -> str:
-        """Returns the error text of a recount, in which names replace the ids of these requests."""
+        """Returns the error message of a recount, with names instead of the ids of these requests."""
         if not text or self._are_clear:
             return text
         longest_first = sorted(filter(None, ids), key=len, reverse=True)

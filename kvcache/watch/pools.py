@@ -24,7 +24,7 @@ class WatchedPool:
     The pages of this base class have no owner, as in the host tier.
 
     Attributes:
-        name: the index of the replica as text, or the name of the tier.
+        name: the index of the replica as a string, or the name of the tier.
     """
 
     def __init__(self, name: str, pool: PagePool) -> None:
