@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 import kvcache
+from tests.isolation import surroundings_stay
 
 TESTS = """
 import signal, subprocess, sys, time
@@ -88,3 +89,11 @@ def test_a_socket_of_the_product_that_lingers_without_end_is_found_and_one_of_a_
         with pytest.raises(AssertionError, match=r"kvcache/some\.py: a socket at ipc:.* lingers without end"):
             exec(product, {"socket": theirs, "address": f"ipc://{tmp_path}/s"})  # noqa: S102
         theirs.setsockopt(zmq.LINGER, 0)
+
+
+def test_a_file_that_is_left_in_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(pytest.fail.Exception, match="entries"), surroundings_stay():
+        Path("left").touch()
+    with surroundings_stay():
+        Path("left").write_text("again")
