@@ -24,7 +24,7 @@ VALUES = {
     "kvcache": {
         *("arguments", "copies", "errors", "eviction_order", "families", "layer_groups", "layout"),
         *("params", "retention", "sockets", "types"),
-        *("under_way", "watched"),
+        "under_way",
     },
     "transfer": {"errors", "failures", "memory", "spans", "stats"},
     "scheduler_adapters": {"base", "errors", "interrupts", "loop", "overlapped"},
@@ -54,7 +54,8 @@ ROOMS: dict[str, set[str]] = {
     "transfer.engine": {"kvcache values", "transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"},
     "transfer.connector": {"kvcache values", "transfer values", "transfer.plan", "transfer.wire", "transfer.pull"},
     "transfer": {
-        *("kvcache values", "transfer values", "transfer.wire", "transfer.nixl", "transfer.pull", "transfer.engine"),
+        *("kvcache values", "kvcache.watch"),
+        *("transfer values", "transfer.wire", "transfer.nixl", "transfer.pull", "transfer.engine"),
         "transfer.connector",
     },
     "scheduler_adapters values": _MANAGER,
@@ -105,7 +106,7 @@ ROOMS: dict[str, set[str]] = {
 # `transfer` may import these modules of `kvcache`: the contract between the packages.
 CONTRACT = {
     *("kvcache.arguments", "kvcache.errors", "kvcache.families", "kvcache.layer_groups", "kvcache.layout"),
-    *("kvcache.sockets", "kvcache.watched", "kvcache.replica.block_table"),
+    *("kvcache.sockets", "kvcache.watch.messages", "kvcache.replica.block_table"),
 }
 # The files of `kvcache` that use sockets.
 _SOCKETS = {

@@ -20,7 +20,7 @@ from kvcache.tiers.object_tier import ObjectFormat
 from kvcache.tiers.page_files import FileFormat, SystemIO, read_pages, read_rows, write_pages
 from kvcache.tiers.page_folder import namespace_of
 from kvcache.watch.follower import Followed
-from kvcache.watched import Look, Owners, PoolLook
+from kvcache.watch.messages import Look, Owners, PoolLook
 from pagewire.top import sources
 from pagewire.top.sources import Heard, PlayedSource
 from tests.transfer.plan_oracle import page_layout

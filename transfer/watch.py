@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvcache.watched import Beside, LeaseRow, PullRow
+from kvcache.watch.messages import Beside, LeaseRow, PullRow
 from transfer.pull.thread import TransferThread
 
 

@@ -2,5 +2,5 @@
 
 Imports `kvcache`, `kvcache.pool`, `kvcache.replica` and the shared modules of `kvcache`. Start reading at `cells.py`
 and `pools.py`, which read a pool. `book.py` makes snapshots of pools, as objects of the class `Look`. The thread in
-`endpoint.py` answers requests. `follower.py` is the watcher's side.
+`endpoint.py` answers requests. `messages.py` has the requests and the answers. `follower.py` is the watcher's side.
 """

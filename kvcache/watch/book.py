@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from kvcache.types import KVCacheMetrics
 from kvcache.watch.log import EvictionBook, PoolLog, PrefixTree
+from kvcache.watch.messages import Beside, Cells, CheckReport, Look, Owners, PageState, PoolLook, TreeRow
 from kvcache.watch.names import WatchNames
 from kvcache.watch.pools import WatchedPool
-from kvcache.watched import Beside, Cells, CheckReport, Look, Owners, PageState, PoolLook, TreeRow
 
 _TREE_ROWS = 64
 _TREE_SHARE = 0.03  # the share of the time that may be spent on the prefix tree of each pool

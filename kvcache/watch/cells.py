@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvcache.pool.pages import PagePool
 from kvcache.replica.replica import Replica
-from kvcache.watched import AGE_SHIFT, MOST_OWNERS, OWNER_SHIFT, SHARED_BIT, STATE_BITS, Cells, PageState
+from kvcache.watch.messages import AGE_SHIFT, MOST_OWNERS, OWNER_SHIFT, SHARED_BIT, STATE_BITS, Cells, PageState
 
 # How the state of a page without a request is shown. A held page is shown as leased, because a lease holds it. A page
 # that is written is shown as quarantined, because a cancelled import may still write to it.

@@ -26,9 +26,9 @@ from kvcache.replicas import Replicas
 from kvcache.sockets import BoundSocket, bound_socket
 from kvcache.types import KVCacheMetrics
 from kvcache.watch.book import WatchBook, counted
+from kvcache.watch.messages import AskLook, Beside, CheckReport, WatchRefusal, other_version
 from kvcache.watch.names import WatchNames
 from kvcache.watch.pools import WatchedPool, pools_of
-from kvcache.watched import AskLook, Beside, CheckReport, WatchRefusal, other_version
 
 _WAKE_MS = 200  # in milliseconds: how often the thread tests whether the endpoint is closed or its manager is gone
 # the share of the thread's time that snapshots may take; when they have used it up, requests have to wait

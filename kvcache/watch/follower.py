@@ -11,7 +11,7 @@ import zmq
 from kvcache.arguments import shown
 from kvcache.errors import WatchError
 from kvcache.sockets import keep_alive
-from kvcache.watched import AskLook, Cells, Look, WatchRefusal, other_version
+from kvcache.watch.messages import AskLook, Cells, Look, WatchRefusal, other_version
 
 _MOST_BYTES = 1 << 30
 _decoder, _refusals = msgspec.msgpack.Decoder(Look), msgspec.msgpack.Decoder(WatchRefusal)

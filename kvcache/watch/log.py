@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvcache.eviction_order import Pages, Reasons
 from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
-from kvcache.watched import EvictionRow, TreeRow
+from kvcache.watch.messages import EvictionRow, TreeRow
 
 Words: TypeAlias = NDArray[np.uint64]
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import msgspec
 
-from kvcache.watched import Beside, request_digest
+from kvcache.watch.messages import Beside, request_digest
 
 # a key that differs in each process, so that nobody can test a guessed salt against the names that are shown
 _KEY = secrets.token_bytes(16)

@@ -12,7 +12,7 @@ from kvcache.pool.pages import PagePool
 from kvcache.replica.replica import Replica
 from kvcache.replicas import Replicas
 from kvcache.watch.cells import Holding, OwnerNumbers, leased, pool_cells, quarantined, replica_cells
-from kvcache.watched import Cells
+from kvcache.watch.messages import Cells
 
 OwnerRow: TypeAlias = tuple[int, str, str, str, str, int, int, int]
 """An owner of pages, with the fields of `Owners` in their order: its number first, its tenant as a salt."""

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from kvcache.manager import PagedKVCacheManager
 from kvcache.watch.endpoint import ManagerWatch
-from kvcache.watched import Beside
+from kvcache.watch.messages import Beside
 from pagewire import plots
 from pagewire.arguments import write_json
 from pagewire.replay.options import ReplayOptions

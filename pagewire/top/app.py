@@ -21,7 +21,7 @@ from textual.widget import Widget
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
 from kvcache.errors import WatchError
-from kvcache.watched import PageState, states_of
+from kvcache.watch.messages import PageState, states_of
 from pagewire.top import panels
 from pagewire.top.pagemap import DARK, GLYPHS, LIGHT, Colours, Span, colours
 from pagewire.top.sources import LiveSource, PlayedSource

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.watched import Cells, PageState
+from kvcache.watch.messages import Cells, PageState
 
 Colours = NDArray[np.uint8]
 """The red, green and blue of each position: `[positions, 3]`."""

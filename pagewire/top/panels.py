@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from kvcache.watched import Look, PageState
+from kvcache.watch.messages import Look, PageState
 from pagewire.top.view import TopView, WatchedProcess
 
 TableRows = list[tuple[str, ...]]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import WatchError
 from kvcache.watch.follower import Followed
-from kvcache.watched import Cells, Look, PageState, PoolLook, ages_of, owners_of, request_digest, states_of
+from kvcache.watch.messages import Cells, Look, PageState, PoolLook, ages_of, owners_of, request_digest, states_of
 from pagewire.top.pagemap import Span, span_of
 from pagewire.top.sources import Heard
 

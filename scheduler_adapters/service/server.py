@@ -26,7 +26,7 @@ from kvcache.errors import InvariantError, KVCacheError
 from kvcache.manager import PagedKVCacheManager
 from kvcache.params import KVEvents
 from kvcache.watch.endpoint import ManagerWatch
-from kvcache.watched import Beside
+from kvcache.watch.messages import Beside
 from scheduler_adapters.errors import IllegalMoveError, MessageError
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.overlapped import OverlappedLoop, ThreadedRunner

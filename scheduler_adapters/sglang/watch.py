@@ -22,9 +22,9 @@ from kvcache.types import KVCacheMetrics
 from kvcache.watch.book import WatchBook
 from kvcache.watch.cells import pool_cells
 from kvcache.watch.endpoint import Watch
+from kvcache.watch.messages import OWNER_SHIFT, STATE_BITS, Beside, Cells, PageState
 from kvcache.watch.names import WatchNames
 from kvcache.watch.pools import OwnerRow, WatchedPool
-from kvcache.watched import OWNER_SHIFT, STATE_BITS, Beside, Cells, PageState
 from scheduler_adapters.sglang.cache import PagewireCache
 from scheduler_adapters.sglang.settings import Settings
 from transfer.wire.secret import fleet_keys

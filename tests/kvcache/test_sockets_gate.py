@@ -34,7 +34,7 @@ from kvcache.sockets import (
 )
 from kvcache.watch.endpoint import ManagerWatch
 from kvcache.watch.follower import WatchClient
-from kvcache.watched import AskLook
+from kvcache.watch.messages import AskLook
 from tests.kvcache.build import manager_of
 from tests.kvcache.stranger import GREETING, MORE_RSS, READY, flood, frame, rss, stranger
 

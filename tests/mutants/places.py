@@ -70,8 +70,8 @@ _DOORS: dict[str, dict[str, str]] = {
         "watch/book": "watch/endpoint watch/log",
         "watch/cells": "watch/endpoint",
         "watch/follower": "watch/endpoint",
+        "watch/messages": "watch/endpoint watch/log",
         "watch/pools": "watch/endpoint watch/log",
-        "watched": "watch/endpoint watch/log",
     },
     "transfer": {
         "connector/metadata": "connector/scheduler connector/worker",

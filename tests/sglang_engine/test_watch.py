@@ -13,7 +13,7 @@ import pytest
 
 from kvcache.watch import endpoint
 from kvcache.watch.follower import Followed, WatchClient
-from kvcache.watched import Look, PageState, owners_of, request_digest, states_of
+from kvcache.watch.messages import Look, PageState, owners_of, request_digest, states_of
 from tests.sglang_engine.test_engine import NEW, PROMPTS, submit_all
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from kvcache import PagedKVCacheManager
 from kvcache.replica.replica import Replica
 from kvcache.watch.follower import Followed
-from kvcache.watched import PageState, owners_of, states_of
+from kvcache.watch.messages import PageState, owners_of, states_of
 
 
 def recounted(replica: Replica) -> list[PageState]:

@@ -19,8 +19,18 @@ from kvcache.errors import InvariantError, WatchError
 from kvcache.watch import book, endpoint
 from kvcache.watch.endpoint import ManagerWatch
 from kvcache.watch.follower import Followed, WatchClient
+from kvcache.watch.messages import (
+    AskLook,
+    Beside,
+    LeaseRow,
+    Look,
+    PageState,
+    PullRow,
+    ages_of,
+    request_digest,
+    states_of,
+)
 from kvcache.watch.names import tenant_name
-from kvcache.watched import AskLook, Beside, LeaseRow, Look, PageState, PullRow, ages_of, request_digest, states_of
 from tests.kvcache.build import manager_of
 from tests.kvcache.random_model.run import Model
 from tests.kvcache.watch.recount import assert_same

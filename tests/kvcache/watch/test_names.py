@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from kvcache.watch.messages import request_digest
 from kvcache.watch.names import WatchNames, tenant_name
-from kvcache.watched import request_digest
 
 
 def test_no_id_is_shown_in_part_whichever_contain_others() -> None:

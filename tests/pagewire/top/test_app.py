@@ -19,8 +19,8 @@ from textual.widgets import Input, Static
 from kvcache import PagedKVCacheManager, TextContext
 from kvcache.errors import WatchError
 from kvcache.watch.endpoint import ManagerWatch
+from kvcache.watch.messages import Beside, LeaseRow, PageState, PullRow
 from kvcache.watch.names import tenant_name
-from kvcache.watched import Beside, LeaseRow, PageState, PullRow
 from pagewire.top import panels
 from pagewire.top.app import TopApp
 from pagewire.top.pagemap import DARK, LIGHT, Palette

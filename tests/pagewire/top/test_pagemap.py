@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvcache.watched import PageState
+from kvcache.watch.messages import PageState
 from pagewire.top.pagemap import DARK, LIGHT, Span, colours
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvcache.watched import AskLook
+from kvcache.watch.messages import AskLook
 from pagewire.top.sources import Heard
 from pagewire.top.view import Filter, WatchedProcess
 

@@ -15,7 +15,7 @@ import pytest
 from kvcache.watch import endpoint
 from kvcache.watch.endpoint import ManagerWatch
 from kvcache.watch.follower import Followed, WatchClient
-from kvcache.watched import PageState
+from kvcache.watch.messages import PageState
 from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.server import service_beside
 from tests.kvcache.watch.recount import assert_same
