@@ -33,7 +33,7 @@ from transfer.pull.exchange import PageExchange
 from transfer.wire.messages import ContentQuery, LeaseReply, encode_message
 
 PAGE, SIZES, KEPT = 16, (16, 128, 1024, 8192), 32
-_PAUSE_S = 4e-3  # in seconds: time for messages to arrive, after which a question may be repeated
+_PAUSE_S = 4e-3  # in seconds: time for messages to arrive, after which a query may be repeated
 _LONGEST_S = 60.0
 
 
@@ -54,7 +54,7 @@ class Pair:
             computed.update(1)
             self.managers[0].step([computed])
         self.context = TextContext(tokens, len(tokens) + 1, "asked")
-        self.wire: list[int] = []  # bytes of questions and answers
+        self.wire: list[int] = []  # bytes of queries and answers
         lent = functools.partial(self.source.lending.answer, 0)
 
         def counted(query: ContentQuery) -> LeaseReply:
@@ -72,7 +72,7 @@ class Pair:
         return self.managers[1].contents.digests(self.context)
 
     def close(self) -> None:
-        """End the reader and the source."""
+        """Close the reader and the source."""
         for exchange in (self.reader, self.source):
             exchange.close()
         for manager in self.managers:
@@ -87,7 +87,7 @@ def _manager(pages: int, tokens: int) -> PagedKVCacheManager:
 
 @contextmanager
 def pair(pages: int, spare: int = 1) -> Iterator[Pair]:
-    """Makes a `Pair`. The source has room for `spare` copies of its prompt besides the one that it lends."""
+    """Creates a `Pair`. The source has room for `spare` copies of its prompt besides the one that it lends."""
     made = Pair(pages, spare)
     try:
         yield made
@@ -106,7 +106,7 @@ def until(condition: Callable[[], object], poll: Callable[[], object] = lambda: 
 
 
 def meet(it: Pair) -> None:
-    """Asks the first question, which makes a connection."""
+    """Sends the first query, which opens a connection."""
     found: list[Any] = []
 
     def poll() -> None:
@@ -119,7 +119,7 @@ def meet(it: Pair) -> None:
 
 
 def question(it: Pair, spent: dict[str, list[float]]) -> None:
-    """Asks one question, records the times of its calls in `spent`, and ends the lease that the question got."""
+    """Sends one query, records the times of its calls in `spent`, and ends the lease that the query got."""
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
         start = time.thread_time_ns()
@@ -154,11 +154,11 @@ def question(it: Pair, spent: dict[str, list[float]]) -> None:
     timed("reader: refuse", lambda: it.reader.refuse(0, lent[0].source, "measured"))
     until(
         lambda: not it.managers[0].num_leased_blocks, it.source.poll
-    )  # a reader gets each page under only one lease at a time, so the lease must end before the next question
+    )  # a reader gets each page under only one lease at a time, so the lease must end before the next query
 
 
 def asked(pages: int, repeats: int) -> list[Row]:
-    """The rows for questions of one size."""
+    """The rows for queries of one size."""
     with pair(pages) as it:
         meet(it)
         question(it, defaultdict(list))
@@ -186,7 +186,7 @@ def _allocated(act: Callable[[], object]) -> int:
 
 
 def kept(pages: int) -> list[Row]:
-    """The bytes that the source keeps for a waiting question, for its lease, and for that lease after it has ended."""
+    """The bytes that the source keeps for a waiting query, for its lease, and for that lease after it has ended."""
     with pair(pages, KEPT) as it:
         lender, wanted = it.source.lending, it.wanted
         template = ContentQuery(

@@ -27,7 +27,7 @@ _BUSY = 0.5
 
 
 class Step(NamedTuple):
-    """One program that makes results.
+    """One program that produces results.
 
     Attributes:
         group: the group that selects it.

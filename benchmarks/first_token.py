@@ -78,7 +78,7 @@ class Served(NamedTuple):
 
 
 def configs(way: Way, requests: list[TraceRequest]) -> list[ServerConfig]:
-    """The processes of a way, with room for the longest of these requests."""
+    """The settings of a way's processes, with room for the longest of these requests."""
     return [
         ServerConfig(
             model=None,
@@ -109,7 +109,7 @@ def serve(way: Way, requests: list[TraceRequest], times: list[float]) -> Served:
     """Submits each request at its time, and checks that all requests end.
 
     Raises:
-        ServiceError: a process died, a request failed or was tried twice, or something is held at the end.
+        ServiceError: a process died, a request failed or needed a second attempt, or something is held at the end.
     """
     with tempfile.TemporaryDirectory(prefix="pagewire-first-") as folder:
         warm_up = synthetic_requests(_WARM_UP, seed=1)

@@ -68,7 +68,7 @@ class Run(NamedTuple):
 
 
 def configs(requests: list[TraceRequest]) -> list[ServerConfig]:
-    """Two processes of each kind, with room for the longest of these requests."""
+    """The settings of two processes of each kind, with room for the longest of these requests."""
     roles: tuple[msg.Role, ...] = ("prefill", "prefill", "decode", "decode")
     return [
         ServerConfig(

@@ -99,8 +99,8 @@ class Client:
         """Handle the processes' messages, waiting up to `timeout_s` seconds for the first one.
 
         Raises:
-            ServiceError: a process has died without being killed here, or requests are open and no message has come for
-                two minutes.
+            ServiceError: a process has died without being killed here, or requests are open and no message has arrived
+                for two minutes.
         """
         messages = self.fleet.receive(timeout_s)
         now = time.monotonic()
@@ -123,7 +123,7 @@ class Client:
     def _take(self, message: msg.Tokens, now: float) -> None:
         one = self.open.get(message.request_id)
         if one is None:
-            return  # a message of a killed process, whose requests have already been given up
+            return  # a message from a killed process, whose requests have already been given up
         if message.tokens:
             one.tokens += message.tokens
             one.times.append(now)

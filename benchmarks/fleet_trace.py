@@ -24,7 +24,7 @@ PAGE = BLOCK // SCALE
 
 
 class TraceError(KVCacheError):
-    """A trace cannot be read, or has fewer requests than needed."""
+    """A trace cannot be read, or has too few requests."""
 
 
 class TraceRequest(NamedTuple):
@@ -81,7 +81,7 @@ def page_of(block: int) -> bytes:
 
 
 def synthetic_requests(count: int, seed: int) -> list[TraceRequest]:
-    """Makes requests in place of a trace: conversations with a common beginning that then diverge."""
+    """Generates requests in place of a trace: conversations with a common beginning that then diverge."""
     rng, found = random.Random(seed), list[TraceRequest]()  # noqa: S311  (guards nothing)
     for number in range(count):
         shared = rng.randrange(1, 8)

@@ -132,7 +132,7 @@ class WatchedDecode(DecodeScheduler):
 
 
 class Alone:
-    """Takes the place of a `DecodeScheduler`: the same loop in one process, which computes its prompts itself."""
+    """Replaces a `DecodeScheduler`: the same loop in one process, which computes its prompts itself."""
 
     notes: _Notes
 
@@ -167,7 +167,7 @@ class Alone:
         return self._loop.has_work
 
     def drain(self) -> None:
-        """End once no request is left."""
+        """Exit once no request is left."""
         self.draining = True
 
     @property

@@ -1,7 +1,7 @@
 """Code that all benchmarks share.
 
 It pins a core, warms up, takes minima and medians, and writes a header. The garbage collector stays on, because a
-collection that our calls cause is part of their cost. Objects of imported modules are frozen first, as servers do,
+collection that our calls cause is part of their cost. As in servers, the objects of imported modules are frozen first,
 because collecting them is not part of that cost.
 """
 
@@ -41,7 +41,7 @@ POOL_SIZES = (10_000, 100_000, 1_000_000, 4_000_000)
 
 
 def pin() -> int:
-    """Pin this process to the last core that it may use, and torch to one thread. Returns the core."""
+    """Pin this process to the last core that it may use, and limit torch to one thread. Returns the core."""
     # suppresses the warning that a longest request would not fit; pools are small on purpose
     logging.getLogger("pagewire").setLevel(logging.ERROR)
     core = max(os.sched_getaffinity(0))
@@ -91,10 +91,10 @@ def options(description: str | None) -> argparse.Namespace:
 
 
 def header(command: str, statistics: str = MINIMA_AND_MEDIANS, clock: str = "") -> Row:
-    """Makes the header of a result, which says how, when and where it was made, and from which code.
+    """Builds the header of a result, which says how, when and where it was made, and from which code.
 
     Args:
-        command: the command that makes the result again.
+        command: the command that reproduces the result.
         statistics: says which columns are minima and which are medians.
         clock: `wall` or `cpu`, if the figures were not made with this process's clock.
     """

@@ -52,7 +52,7 @@ def of_device(work: Callable[[int], object], repeats: int = 30) -> Row:
 
 
 class Decode:
-    """A pool with one page order, and the tables of requests whose pages lie at random places of the pool."""
+    """A pool with one page order, and the tables of requests whose pages lie at random positions in the pool."""
 
     def __init__(self, order: str, page_size: int) -> None:
         self.page_size = page_size
@@ -236,7 +236,7 @@ def _calls(kib: int, count: int) -> Iterator[tuple[str, str, Callable[[], object
 
 
 def loop() -> Iterator[Row]:
-    """The host's part of a decode step with pages on the CPU and on the GPU.
+    """The host's part of a decode step, with pages on the CPU and on the GPU.
 
     In the rows `idle`, the loop waits after each step for the work that the step has launched.
     """

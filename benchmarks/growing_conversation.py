@@ -56,7 +56,7 @@ class Conversation:
         return np.concatenate((self.history, self.prompts.tokens(TURN))).tolist()
 
     def reserve_list(self, tokens: list[int]) -> None:
-        """Makes, claims and reserves a request from a list of tokens."""
+        """Creates a request from a list of tokens, claims it, and reserves its pages."""
         self.context = claimed(self.manager, tokens)
         reserve(self.manager, self.context)
 

@@ -78,21 +78,21 @@ def _pulls(along: str, count: int, case: Case, budget_s: float) -> Iterator[Row]
 
 
 class Sources(NamedTuple):
-    """Many sources in one other process, which makes more sources on request."""
+    """Many sources in one other process, which creates more sources on request."""
 
     pipe: Connection
     process: Any
 
     def more(self, count: int) -> list[str]:
-        """Makes sources until there are `count`. Returns the addresses of the new sources."""
+        """Creates sources until there are `count`. Returns the addresses of the new sources."""
         return self._asked(("make", count))
 
     def leases(self, numbers: Sequence[int]) -> list[LeaseRef]:
-        """Returns a lease of each of these sources. All earlier leases must have been read."""
+        """Returns a lease from each of these sources. All earlier leases must have been read."""
         return self._asked(("lease", numbers))
 
     def close(self) -> None:
-        """End the sources."""
+        """Stop the sources."""
         self.pipe.close()
         self.process.join(5)
         self.process.kill()
@@ -104,7 +104,7 @@ class Sources(NamedTuple):
 
 
 def start_sources() -> Sources:
-    """Starts the process of the sources. It makes none yet."""
+    """Starts the process of the sources. It creates none yet."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_main, args=(theirs,), daemon=True)
@@ -160,7 +160,7 @@ class Peers:
         self._pulls = 0
 
     def close(self) -> None:
-        """End the reader."""
+        """Close the reader."""
         self._replica.close()
 
     def _source(self, number: int, lease: LeaseRef) -> Source:

@@ -45,7 +45,7 @@ _STATISTICS = "columns us_min and us_median: minimum and median of the n samples
 
 
 class KeyedPolynomial:
-    """Hashes single pages under a secret key, and makes a digest of each prefix from the hashes of its pages."""
+    """Hashes single pages under a secret key, and computes a digest of each prefix from the hashes of its pages."""
 
     def __init__(self, key: int, page_size: int) -> None:
         powers = [pow(key, page_size - 1 - at, PRIME) for at in range(page_size)]

@@ -23,7 +23,7 @@ def sampled(manager: PagedKVCacheManager, prompts: Prompts, repeats: int, *, hin
     for number in range(WARM_UP + repeats):
         hint = Retention(session_continues=number % 2 == 0) if hinted else None
         context = TextContext(prompts.tokens(_PAGES * manager.page_size), manager.max_seq_len, retention=hint)
-        manager.get_or_recommend_replica(context)  # makes the digests
+        manager.get_or_recommend_replica(context)  # computes the digests
         manager.external_claim(context.request_id)
         reserving.append(timed(manager.maybe_reserve, context))
         compute(manager, context)

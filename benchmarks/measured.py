@@ -1,7 +1,7 @@
 """Records which code a result has measured, so that later changes to it are detected.
 
 A result names the modules of ours that its process had loaded, and the benchmarks that made it, each with a digest of
-its code. For `peers` and `pulls` the whole folder counts, because these start other programs. The digest leaves out
+its code. For `peers` and `pulls` the whole folder counts, because they start other programs. The digest leaves out
 comments, docstrings and empty lines, which change no figure. Commits and dates are not compared: a result stays valid
 when its commit is squashed or rebased, and becomes out of date when one line of code changes.
 """
@@ -20,9 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 _FRAME = {"__init__", "__main__", "frame", "measured", "plots", "readme", "results", "figures"}
-"""Files of this folder that only start benchmarks, or write, draw and read results. Changes to them make no result out
-of date.
-"""
+"""Files that only start benchmarks, or write, draw or read results. Changes to them do not make results out of date."""
 
 
 def measured() -> dict[str, str]:

@@ -39,7 +39,7 @@ _END_S = 120.0
 
 
 class Setting(NamedTuple):
-    """One run: its prefill processes, their share of `CACHE_MB`, its placement rule, and whether any are ended."""
+    """One run: its prefill processes, their share of `CACHE_MB`, its placement rule, and whether processes exit."""
 
     name: str
     prefills: int
@@ -92,7 +92,7 @@ class Served:
             self.begin(f"decode-{number + 1}")
 
     def begin(self, name: str) -> None:
-        """Starts a prefill or decode process that joins the front."""
+        """Starts a prefill or decode process that joins the frontend."""
         role = name.partition("-")[0]
         sizes = ("--page-size", PAGE, "--max-tokens", self._longest, "--max-requests", CONCURRENCY)
         memory = CACHE_MB * self._setting.share if role == "prefill" else CACHE_MB / 2
@@ -125,7 +125,7 @@ class Served:
         raise TimeoutError((self._folder / "log").read_text()[-2000:])
 
     def close(self) -> str:
-        """Drain all processes: first decode, last the front. Returns the log."""
+        """Drain all processes: first decode, last the frontend. Returns the log."""
         for name in sorted(self._processes, key=lambda name: ("decode", "prefil", "front").index(name[:6])):
             self.end(name, signal.SIGTERM)
         self._log.close()

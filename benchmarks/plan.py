@@ -98,7 +98,7 @@ def _run(given: Any, made: Plan) -> Runs:
 
 
 def _serve(pipe: Connection) -> None:
-    """Runs the process whose memory is read: it writes to its buffer once, and polls until it is told to end."""
+    """Runs the process whose memory is read: it writes to its buffer once, and polls until it is told to exit."""
     memory = _buffer(SOURCE_BYTES)
     agent = Agent("plan-source")
     agent.register([(memory.ctypes.data, memory.nbytes, 0)])

@@ -1,4 +1,4 @@
-"""Managers, prompts and pools for measurements."""
+"""Helpers that build managers, prompts and pools for measurements."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def running(manager: PagedKVCacheManager, prompts: Prompts, lengths: Iterable[in
 def age(manager: PagedKVCacheManager, prompts: Prompts) -> None:
     """Bring the pool to the state that a server's pool has after hours.
 
-    Every page is published and idle, in mixed order. To mix it, some tens of prompts of mixed lengths at a time get
-    pages and are released in random order. This goes on until one and a half times the pool's pages were allocated.
-    Pages that are adjacent in eviction order are then not adjacent in memory.
+    Every page is published and idle, in mixed order. To mix it, a few dozen prompts of mixed lengths at a time get
+    pages and are released in random order. This continues until 1.5 times the number of the pool's pages have been
+    allocated. Pages that are adjacent in eviction order are then not adjacent in memory.
     """
     pages, size = manager.total_num_pages, manager.page_size
     # The concurrent requests take at most half of the pool.

@@ -87,7 +87,7 @@ class Round(NamedTuple):
     Attributes:
         length: tokens of the head.
         chosen: the second request of the pair for which the process chose the way itself.
-        outcome: what came of asking other processes for the head of the request `chosen`.
+        outcome: the outcome of asking other processes for the head of the request `chosen`.
         times: the seconds until the first token of all requests of the round, by the way in which their head was got.
     """
 
@@ -178,7 +178,7 @@ class Way(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Says how good it was to choose a way.
+    """Says how good it was to choose one way.
 
     Attributes:
         loss: the milliseconds by which the way is slower than the best other way; negative if it is quicker.

@@ -1,4 +1,4 @@
-"""A server that gets the head of a prompt in the way that the request's id begins with: see `WAYS`.
+"""A server that gets the head of a prompt in the way that the request's id prescribes (see `WAYS`).
 
 `python -m benchmarks.prefix_worker`, started by `Fleet` in place of `scheduler_adapters.service.program`.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from scheduler_adapters.service import messages as msg
 
 PULLED, COMPUTED, SPLIT = WAYS = ("pulled ", "computed ", "split ")
-"""If the id of a request begins with one of these names, the request gets its head in that way."""
+"""If a request's id begins with one of these names, the request gets its head in that way."""
 
 
 class OneWay(PullOrCompute):
@@ -41,7 +41,7 @@ class OneWay(PullOrCompute):
 
 
 class DirectedPrefixes(PeerPrefixes):
-    """Serves a request in the way that its id begins with, or in the way that the estimate chooses."""
+    """Serves a request in the way that its id prescribes, or else in the way that the estimate chooses."""
 
     estimate: PullOrCompute
 
@@ -51,7 +51,7 @@ class DirectedPrefixes(PeerPrefixes):
         self._ways: dict[str, PullOrCompute] = {way: OneWay(self._own, way) for way in WAYS}
 
     def begin(self, request: Request, context: TextContext, sources: Sequence[msg.KVSource]) -> bool:
-        """Chooses the way that the request's id names. Requests come one at a time."""
+        """Chooses the way that the request's id prescribes. Requests come one at a time."""
         name = request.request_id.partition("/")[2]
         self.estimate = next((self._ways[way] for way in WAYS if name.startswith(way)), self._own)
         return super().begin(request, context, sources)

@@ -48,7 +48,7 @@ class Line(NamedTuple):
 
 
 def number(value: float | None) -> str:
-    """Formats a number without decimals from 10 on, with one decimal from 1 on, and with two below; empty for None."""
+    """Formats a number: from 10 on without decimals, from 1 on with one, and below 1 with two; empty for None."""
     if value is None:
         return ""
     digits = 0 if value >= 10 else 1 if value >= 1 else 2
@@ -256,15 +256,15 @@ def chosen_ways(fleet: str) -> Callable[[Row], str]:
 def both_ways(link: str) -> Callable[[Row], str]:
     """Returns a function that formats the time to the first token over a link, for each way to get a prompt's head.
 
-    The head is pulled, computed, pulled from its end while it is computed from its front, or (calculated) the latter
-    without any loss.
+    The head is pulled, computed, pulled from its end while it is computed from its front, or, as a calculated ideal,
+    the latter without any loss.
     """
     columns = ("pulled_ms_median", "computed_ms_median", "split_ms_median", "ideal_ms")
     return lambda result: some(*(one(result["rows"], link=link)[column] for column in columns), unit="ms")
 
 
 def asked(pages: int) -> Callable[[Row], str]:
-    """Returns a function that formats the processor time of a question in the source's loop and in the reader's."""
+    """Returns a function that formats the processor time of a query in the source's loop and in the reader's."""
     columns = [f"{side}: in all" for side in ("source", "reader")]
     return lambda result: some(
         *(one(result["rows"], pages=pages, operation=each)["us_median"] for each in columns), unit="µs"
@@ -665,7 +665,7 @@ def _made_anew(found: re.Match[str]) -> str:
 
 
 def rendered(text: str) -> str:
-    """A page with all of its tables made anew."""
+    """A page with all of its tables regenerated."""
     return _BLOCK.sub(_made_anew, text)
 
 

@@ -2,8 +2,8 @@
 
 As in `benchmarks.layer_groups`, one byte stands for an element of a page, and a state takes the corresponding number of
 bytes. No model computes the states; the manager is only told how far each state has got. `split` has a part of the
-memory only for states. This part holds three states for each request that may run: its own and two copies. The number
-of such requests is chosen so that the other part has pages for `FOR` tokens of each.
+memory only for states. This part holds three states for each request that may run: the request's own state and two
+copies. The number of such requests is chosen so that the other part has pages for `FOR` tokens of each.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def changed_since(result: Mapping[str, object], root: Path = ROOT) -> list[str]:
 
 
 def main() -> int:
-    """Prints the faults of headers and the changes. Returns exit status 1 if a result must be made again."""
+    """Prints the faults of headers and the changes. Returns exit status 1 if a result must be regenerated."""
     argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__).parse_args()
     old = False
     for path in sorted(RESULTS.glob("*.json")):

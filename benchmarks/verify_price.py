@@ -36,7 +36,7 @@ SHARES = {UNFENCED: 0.0, "fence": 0.0, "sample 5 %": 0.05, "digest": 1.0}
 
 
 class Price(msgspec.Struct, frozen=True):
-    """One variant: the microseconds of the whole pull, and those in which the source made the checksums beforehand."""
+    """One variant: the microseconds of the whole pull, and those that the source's checksums took beforehand."""
 
     variant: str
     pages: int

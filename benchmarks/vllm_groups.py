@@ -1,13 +1,13 @@
 """Measures for vLLM's KV cache manager what `benchmarks.layer_groups` measures for ours. Prints JSON lines.
 
 `benchmarks.layer_groups` starts it with the Python of vLLM's environment. No model is loaded, and no cache memory is
-allocated. The layers' specs are vLLM's own for these models, vLLM makes the groups, and a pool has as many blocks as
+allocated. The layers' specs are vLLM's own for these models, vLLM forms the groups, and a pool has as many blocks as
 fit into the budget. A step does the work of vLLM's scheduler for each decoding request: it allocates slots for a token
-and appends the token, with the hash of a block that becomes full. A step does not make block tables, because vLLM's
-worker makes them; for our manager they are part of the step. With recurrent layers vLLM sets the block length: the
-multiple of 16 tokens whose block has as many bytes as a state in one layer. States are cached in vLLM's mode `align`,
-with its scheduler's own rule for where chunks end. `matched by 16` uses `prefix_match_unit` instead of whole blocks.
-The copies of states that vLLM requests are marked as made before the measured part ends.
+and appends the token, which also hashes each block that becomes full. A step does not build block tables, because
+vLLM's worker builds them; for our manager they are part of the step. With recurrent layers vLLM sets the block length:
+the multiple of 16 tokens whose block has as many bytes as a state in one layer. States are cached in vLLM's mode
+`align`, with its scheduler's own rule for where chunks end. `matched by 16` uses `prefix_match_unit` instead of whole
+blocks. The copies of states that vLLM requests are marked as done before the measured part ends.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def grown(pages: int, batch: int) -> tuple[PagedKVCacheManager, Prompts]:
 
 
 def be_looked_at(pages: int, batch: int) -> None:
-    """Runs another process of this size: its loop is idle, and it ends when its standard input ends."""
+    """Runs an idle process of this size, which exits when its standard input is closed."""
     manager, prompts = grown(pages, batch)
     kept = Loop(manager, prompts, batch)
     with closing(ManagerWatch(kept.manager)) as watch:
@@ -118,7 +118,7 @@ def be_looked_at(pages: int, batch: int) -> None:
 
 @contextmanager
 def beside(pages: int, batch: int, cores: set[int]) -> Generator[str]:
-    """Starts such another process. Yields its address."""
+    """Starts a process that runs `be_looked_at`. Yields its address."""
     with subprocess.Popen(  # noqa: S603  (our own)
         [sys.executable, "-m", "benchmarks.watch", "--be-looked-at", str(pages), str(batch)],
         stdin=subprocess.PIPE,
@@ -181,7 +181,7 @@ def _turns(
             more, took = _watched(loop, address, away, seconds, model_s)
             times[at] += more
             cpu.append(took)
-            # if no snapshot is requested for this long, the data kept for snapshots is dropped
+            # if no snapshot is requested for this long, the data kept for snapshots are dropped
             time.sleep(FORGET_S + 1)
     return times, cpu[1::2]
 

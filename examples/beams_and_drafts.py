@@ -1,8 +1,8 @@
 """Beam search with `fork`, and speculative decoding that drops wrong guesses.
 
 A fork shares the full pages of its parent and copies the last one, so beams cost little memory. A draft is a token that
-the model has not confirmed. The request runs its drafts together with its known tokens, keeps those that were right,
-and drops the others.
+the model has not confirmed. The request runs its drafts together with its known tokens, keeps the drafts that were
+right, and drops the others.
 
 The model is the one of `serving_loop.py`, beside this file.
 
@@ -54,7 +54,7 @@ def beam_search(manager: PagedKVCacheManager, model: Model) -> list[tuple[float,
 
 
 def speculate(manager: PagedKVCacheManager, model: Model, guesser: list[int]) -> tuple[list[int], int]:
-    """Decodes greedily with guesses. Returns the tokens, and how many runs of the model they took."""
+    """Decodes greedily with guesses. Returns the tokens, and how often the model ran."""
     request, runs = TextContext(PROMPT, MAX_LENGTH, request_id="draft"), 0
     end = len(PROMPT) + NEW_TOKENS
     with manager.claim(request):

@@ -1,8 +1,8 @@
 """Prefill computes a prompt in chunks. Decode reads the pages of one chunk while the next one runs.
 
-The lease is made before anything is computed (`running=True`). After each chunk, prefill sends a block table with the
-new pages. `last` marks the last table. Only this one may name a page that is not full. In this example both sides run
-in one process.
+The lease is requested before anything is computed (`running=True`). After each chunk, prefill sends a block table with
+the new pages. `last` marks the last table. Only the last table may name a page that is not full. In this example both
+sides run in one process.
 
     python examples/chunk_by_chunk.py
 """

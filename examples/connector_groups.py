@@ -2,8 +2,8 @@
 
 One layer sees all tokens, and the other one sees the last 20. Prefill has blocks of 16 tokens, heads first. Decode has
 blocks of 8 tokens, tokens first. The request has 40 tokens. The second layer needs only tokens 21 to 39, so the blocks
-before these are not given. For each group, `first_blocks` is the index of the first block that is given; leave it out
-if all blocks are given. In this example both sides run in one process.
+before those are left out. For each group, `first_blocks` is the index of the first block that is given; leave it out if
+all blocks are given. In this example both sides run in one process.
 
     python examples/connector_groups.py
 """

@@ -1,7 +1,7 @@
 """Gives up three of four requests: one during the read, one before the read, and one at the source. The fourth is read.
 
-The pull of `b` may succeed before it is cancelled; its last event says whether it did. A serving loop remembers which
-requests it has given up, so it drops `b` in either case. In this example both sides run in one process.
+The pull of `b` may succeed before it is cancelled; its last event says whether it succeeded. A serving loop remembers
+which requests it has given up, so it drops `b` in either case. In this example both sides run in one process.
 
     python examples/give_up.py
 """
@@ -103,7 +103,7 @@ def main() -> None:
                     pass
     print([ended["lease " + name] for name in "acd"])
     print(prefill.num_held_blocks, prefill.num_leased_blocks, decode.manager.num_held_blocks, reader.open_pulls)
-    # exchanges come first: they end everything that is open, and give pages back to the managers
+    # exchanges close first: they end everything that is open, and give pages back to the managers
     for one in (source, reader, prefill, decode.manager):
         one.close()
 

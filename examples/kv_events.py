@@ -2,7 +2,7 @@
 
 The manager publishes messages in vLLM's format over ZeroMQ, so this listener works with both. A message has three
 frames: the topic, a sequence number and a batch in msgpack. The listener keeps the set of cached pages, and notices a
-gap in the sequence numbers. In real use it runs in another process and needs only the endpoint.
+gap in the sequence numbers. In production, it runs in another process and needs only the endpoint.
 
     python examples/kv_events.py
 """
@@ -82,7 +82,7 @@ def main() -> None:
         16,
         enable_prefix_caching=True,
         page_size=PAGE_SIZE,
-        kv_events=KVEvents("tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0"),  # 0: any free port
+        kv_events=KVEvents("tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0"),  # port 0: any free port
     )
     manager = PagedKVCacheManager(
         params, 4, 128, num_layers=1, devices=["cpu"], available_cache_memory=8 * PAGE_SIZE * params.bytes_per_token(1)

@@ -33,7 +33,7 @@ MAX_LENGTH = 64
 
 
 def start(name: str) -> tuple[PagedKVCacheManager, PageExchange]:
-    """Makes the manager and the exchange of one process. No two peers may have exchanges of the same name."""
+    """Creates the manager and the exchange of one process. No two peers may have exchanges with the same name."""
     params = KVCacheParams(torch.float32, HEADS, HEAD_DIM, page_size=PAGE_SIZE)
     manager = PagedKVCacheManager(
         params, max_batch_size=8, max_seq_len=MAX_LENGTH, num_layers=1, devices=["cpu"], available_cache_memory=1 << 20
@@ -52,7 +52,7 @@ def next_events(exchange: PageExchange) -> list[ExchangeEvent]:
 
 
 def prefill(pipe: Connection) -> None:
-    """Runs every prompt once and offers its pages. Ends when the decode process has read all of them."""
+    """Runs every prompt once and offers its pages. Returns when the decode process has read all of them."""
     manager, exchange = start("prefill")
     model, computed = Model(), dict[str, tuple[Source | None, BlockTable, int]]()
     for name, prompt in PROMPTS.items():

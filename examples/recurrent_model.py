@@ -35,7 +35,7 @@ class HybridModel(Model):
         self.state = states.read(0, pages, KIND)[0]  # the state of recurrent layer 0: [heads, d_state, head_dim]
         token = int(self.run(context, inputs, 0)[-1])
         states.write(0, pages, KIND, self.state[None])
-        states.advance(pages, [context.active_idx])  # the number of tokens that the state includes from now on
+        states.advance(pages, [context.active_idx])  # from now on the state includes this many tokens
         return token
 
     def run_without_cache(self, tokens: list[int]) -> int:

@@ -218,7 +218,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except UnicodeError as error:  # the host is not a valid name
         raise OSError(f"HTTP cannot listen at {host}:{port}: {error}") from error
     except OSError as error:
-        # Python adds the address to the system's message, except for errors of the resolver. Our message already has
+        # Python adds the address to the system's message, except for errors from the resolver. Our message already has
         # the address, so only the text of the system's error is used.
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise OSError(f"HTTP cannot listen at {host}:{port}: {reason}") from error

@@ -56,7 +56,7 @@ class RunTokens(Protocol):
 class Pages(Protocol):
     """Pages of one process, as seen by the loop that computes them.
 
-    A request is claimed from the call of `external_claim` until the call of `release`. Each of its steps consists of
+    A request is claimed from the call to `external_claim` until the call to `release`. Each of its steps consists of
     `maybe_reserve`, `fetch`, the model, `context.update` and `step`, in this order. The request may be released between
     any two steps, whatever its state. Releasing it is also how it is aborted or preempted. A preempted request is
     claimed again later with the same context, and then runs from the end of its cached prefix.
@@ -117,7 +117,7 @@ class Pages(Protocol):
         ...
 
     def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
-        """Gives a request a row (its place among the claimed requests of a replica), but no page, until `release`.
+        """Gives a request a row (its index among the claimed requests of a replica), but no page, until `release`.
 
         Raises `NoFreeRowError` if every row is claimed.
         """

@@ -31,7 +31,7 @@ _SET_BELOW_PYTHON = ("PYTHONEXECUTABLE", "PYTHONPATH", "PYTHONHOME")
 environment.
 """
 Turn = Callable[[list[int]], tuple[int, int, int]]
-"""Takes a list of tokens. Returns three times in ns: the start, the request made, and its pages reserved."""
+"""Takes tokens. Returns three times in ns: at the start, once the request exists, and once its pages are reserved."""
 
 
 def measure(kind: str, next_turn: Turn, history: list[int], fresh: Callable[[int], list[int]]) -> None:
@@ -123,7 +123,7 @@ def ask_max267(found: dict[str, Any]) -> None:
         ask_max(kind, found["make"](kind, PAGE, 14 * LENGTH // PAGE, 4, LENGTH + 1024), found)
         for variable in _SET_BELOW_PYTHON:
             os.unsetenv(variable)
-        found["mem"](kind)  # runs in a process of its own
+        found["mem"](kind)  # runs in its own process
 
 
 def ask_sglang(found: dict[str, Any]) -> None:

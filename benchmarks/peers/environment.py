@@ -1,4 +1,4 @@
-"""Makes a virtual environment for each peer, and finds the peers' scripts, which are not part of this project."""
+"""Creates a virtual environment for each peer, and finds the peers' scripts, which are not part of this project."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def needed(folder: Path, name: str) -> Path:
 def python_of(name: str, pip_arguments: list[str], requirements: bytes) -> Path:
     """The interpreter of the peer's environment.
 
-    The environment is made if it is missing or `requirements` have changed.
+    The environment is created if it is missing or `requirements` have changed.
 
     Raises:
         PeerError: pip failed; the message has its last lines.

@@ -62,7 +62,7 @@ class Program(NamedTuple):
 
 
 def interpreter(name: str, folder: Path) -> Path:
-    """The interpreter of a peer's environment, with the version in `versions.toml`. The environment is made if missing.
+    """The interpreter of a peer's environment, with the version in `versions.toml`. Creates the environment if needed.
 
     Raises:
         PeerError: pip failed, or another version is installed.

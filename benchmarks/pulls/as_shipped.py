@@ -3,7 +3,7 @@
 `python -m benchmarks.pulls.as_shipped [--as-ours] PAGE_BYTES,PAGES ...` prints a JSON row for each size. It is a
 separate program because UCX reads the environment only once, and our agents set variables there. Without the option, it
 uses default agents and no environment settings. With `--as-ours`, it uses the environment and the options of our
-agents. The pools lie in huge pages, like ours.
+agents. The pools lie in huge pages, as ours do.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Case(NamedTuple):
         order: key of `ORDERS`, the same on both sides.
         page_bytes: bytes of a page of 16 tokens of the whole model.
         pages: number of such pages that a pull reads.
-        scattered: whether the pages lie at random places in both pools instead of side by side.
+        scattered: whether the pages lie at random positions in both pools instead of side by side.
         huge: whether both pools lie in huge pages.
         heads: KV heads of the model.
     """

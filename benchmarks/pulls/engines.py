@@ -1,4 +1,4 @@
-"""Engines to pull between: their geometry, their pools, and elements whose values identify their places."""
+"""Engines to pull between: their geometry, their pools, and elements whose values identify their positions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from transfer.wire.handshake import EngineCard, HandshakeClient
 HEAD_MAJOR = "head,layer,side,token,dim"
 ITEMSIZE, TOKENS = 2, 16
 TABLE_KEY = bytes(range(32))
-"""The key that seals the block tables of all sources. The reader knows it, because it makes these tables itself here.
+"""The key that seals the block tables of all sources. The reader knows it, because here it builds these tables itself.
 """
 
 Memory = NDArray[np.uint8]

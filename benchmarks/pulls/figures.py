@@ -130,7 +130,7 @@ def first_contact(rounds: int) -> Iterator[Row]:
 
 
 def _timed_method(owner: Any, name: str) -> list[float]:
-    """Replaces a method by one that records the microseconds of each call. Returns the list of these times."""
+    """Replaces a method with one that records the microseconds of each call. Returns the list of these times."""
     took: list[float] = []
     method = getattr(owner, name)
 

@@ -50,7 +50,7 @@ class Times(NamedTuple):
     Attributes:
         total: from the call until the event that allows the pages to be used.
         host: until the calls that begin the pull have returned.
-        stall: the longest time for which code that ran beside the pull was held up; 0 if no such code ran.
+        stall: the longest delay of code that ran beside the pull; 0 if no such code ran.
         cpu: processor time of all threads of this process, and of the source if that is counted.
     """
 
@@ -61,7 +61,7 @@ class Times(NamedTuple):
 
 
 def draw(rng: np.random.Generator, reader: Spec, source: Spec, tokens: int, *, scattered: bool) -> Pages:
-    """Draws pages for a pull: at random places of both pools, or adjacent in both."""
+    """Draws pages for a pull: at random positions in both pools, or adjacent in both."""
     found: list[Ids] = []
     for spec in (reader, source):
         count = -(-tokens // spec.page_size)
@@ -143,7 +143,7 @@ class Reader:
     def pull_beside_loop(self, pages: Pages, lease: LeaseRef) -> Times:
         """Pulls once through the transfer thread, while this thread runs Python code, as a serving loop does.
 
-        `stall` is the longest time that this code was held up.
+        `stall` is the longest delay of this code.
         """
         thread = self.thread or self.start_thread()
         key, source, groups, events = next(self._keys), self._source(lease), pages.groups, thread.events
@@ -183,7 +183,7 @@ class Reader:
         return Times((end - start) / 1e3, (begun - start) / 1e3)
 
     def parts(self, pages: Pages) -> list[Part]:
-        """The READs of all ranks for a pull, as the transfer makes them.
+        """The READs of all ranks for a pull, as the transfer builds them.
 
         At least one pull must have been made before.
         """
@@ -226,7 +226,7 @@ class Reader:
         return Times((end - start) / 1e3, (begun - start) / 1e3)
 
     def close(self) -> None:
-        """Ends the engine."""
+        """Closes the engine."""
         if self.thread is not None:
             self.thread.close()
         self.replica.close()

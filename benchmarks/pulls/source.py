@@ -1,4 +1,4 @@
-"""The source of a pull, in its own process. It makes leases, answers handshakes, and polls about every millisecond."""
+"""The source of a pull, in its own process. It grants leases, answers handshakes, and polls about every millisecond."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Address(NamedTuple):
 
 
 class SourceProcess:
-    """The process of a source. It starts when this object is made, and ends with the `with` block.
+    """The process of a source. It starts when this object is created, and exits at the end of the `with` block.
 
     Args:
         spec: geometry of the source.
@@ -53,7 +53,7 @@ class SourceProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pipe.close()  # the process waits until this pipe is closed
+        self._pipe.close()  # the process exits when this pipe is closed
         self._process.join(10)
         self._process.kill()
 

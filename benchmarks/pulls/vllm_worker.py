@@ -2,8 +2,8 @@
 
 `python vllm_worker.py SCRIPTS LAYERS,HEADS,HEAD_DIM,BLOCKS,POOL ...` pulls `BLOCKS` random blocks of 16 tokens from a
 pool of `POOL` blocks. It uses both connectors' real workers, and prints a JSON row for each argument. `SCRIPTS` is the
-folder of the peers' scripts. One of them makes an engine of vLLM on a machine without a GPU. This file imports no code
-of ours.
+folder of the peers' scripts. One of them creates a vLLM engine on a machine without a GPU. This file imports no code of
+ours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TIMEOUT_S = 60
 
 
 def demo_of(scripts: str) -> Any:
-    """Imports the script that makes engines. The import chooses the platform and writes a model's configuration."""
+    """Imports the script that creates engines. The import chooses the platform and writes a model's configuration."""
     if scripts not in sys.path:
         sys.path.insert(0, scripts)
     import vllm_nixl_cpu_demo  # noqa: PLC0415
@@ -33,7 +33,7 @@ def demo_of(scripts: str) -> Any:
 
 
 def engine(demo: Any, role: str, sizes: tuple[int, ...]) -> Any:
-    """An engine of vLLM: scheduler, connector and worker.
+    """A vLLM engine: scheduler, connector and worker.
 
     `sizes` has layers, heads, head_dim, blocks, and blocks of the pool.
     """
@@ -121,7 +121,7 @@ def consume(scripts: str, sizes: tuple[int, ...]) -> dict[str, Any]:
     made.s.connector.shutdown()
     child.join(20)
     child.kill()
-    totals, hosts = zip(*times[1:], strict=True)  # leaves out the first pull, which makes the contact
+    totals, hosts = zip(*times[1:], strict=True)  # leaves out the first pull, which includes the first contact
     keys = ("layers", "heads", "head_dim", "blocks", "pool")
     return {
         **dict(zip(keys, sizes, strict=True)),
@@ -138,4 +138,4 @@ if __name__ == "__main__":
         row = consume(sys.argv[1], tuple(map(int, argument.split(","))))
         print(json.dumps(row), flush=True)
     sys.stdout.flush()
-    os._exit(0)  # needed because vLLM leaves threads that do not end by themselves
+    os._exit(0)  # needed because vLLM leaves threads that do not stop by themselves

@@ -141,7 +141,7 @@ def shares(rows: Sequence[Row]) -> list[Row]:
 
 
 def linked(rate: str, seconds: float) -> list[Row]:
-    """Returns the rows over a link. If hosts cannot be made, prints why and returns no rows."""
+    """Returns the rows over a link. If hosts cannot be created, prints why and returns no rows."""
     try:
         return shares(
             [

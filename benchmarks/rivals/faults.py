@@ -1,4 +1,4 @@
-"""Causes faults of our source while a reader fetches from it: the source dies, evicts the pages, or revokes the lease.
+"""Causes faults in our source while a reader fetches from it: the source dies, evicts the pages, or revokes the lease.
 
 Reports what the reader is told, and how many pages it still holds.
 """
@@ -20,7 +20,7 @@ _LOOK_S = 1e-4
 
 
 def faults(setting: Setting, prefix: Sequence[str], blocks: int) -> Iterator[Row]:
-    """A row for each fault: eviction before the question, eviction while pages are lent, revocation, and a kill."""
+    """A row for each fault: eviction before the query, eviction while pages are lent, revocation, and a kill."""
     with LenderProcess(setting, prefix) as lender, Fetcher(setting, lender) as reader:
         lender("lay_out", min(4, setting.pages // blocks), blocks)
         reader.forget()
@@ -32,10 +32,9 @@ def faults(setting: Setting, prefix: Sequence[str], blocks: int) -> Iterator[Row
 
 
 def lent(reader: Fetcher, lender: LenderProcess, blocks: int) -> Iterator[Row]:
-    """Causes faults of a source that continues to serve. Yields a row for each.
+    """Causes faults in a source that continues to serve. Yields a row for each fault.
 
-    The source evicts all it can during a pull, evicts the pages before the question, and revokes the lease during a
-    pull.
+    The source evicts all it can during a pull, evicts the pages before the query, and revokes the lease during a pull.
     """
     asked = _asked(reader, 0, blocks)
     row = _in_a_pull(reader, asked, lambda _: lender.say("evict"), "evicts all it can while pages are lent")

@@ -25,9 +25,9 @@ class FetchTimes(NamedTuple):
     """Microseconds of one fetch.
 
     Attributes:
-        total: from the question until the reader's manager finds the pages.
+        total: from the query until the reader's manager finds the pages.
         pull: the part of `total` after the answer: import, pull and commit.
-        digests: time to hash the prompt, before the question.
+        digests: time to hash the prompt, before the query.
     """
 
     total: float

@@ -28,7 +28,7 @@ def over_link(rate: str, setting: Setting, blocks: Sequence[int], seconds: float
     """The rows of fetches over the link. Each fetch alternates with sending the same number of bytes through a socket.
 
     Raises:
-        PeerError: hosts cannot be made here, or the program on one of them failed.
+        PeerError: hosts cannot be created here, or the program on one of them failed.
     """
     if reason := why_not():
         raise PeerError(f"no link of {rate}: {reason}")

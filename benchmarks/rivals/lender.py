@@ -88,7 +88,7 @@ def manager_of(setting: Setting, pages: int) -> PagedKVCacheManager:
 
 
 def exchange_of(setting: Setting, manager: PagedKVCacheManager, name: str, address: str) -> PageExchange:
-    """The manager's exchange. It may lend all pages."""
+    """The manager's exchange, which may lend all pages."""
     bind = f"tcp://{address}:0"
     return PageExchange(manager, name, bind=bind, secret=setting.secret, allowed_peers=_SUBNETS, lend=1.0)
 
@@ -123,7 +123,7 @@ class Lender:
     def lay_out(self, count: int, pages: int) -> None:
         """Computes prompts 0 to `count - 1`. Afterwards only these are cached."""
         deadline = time.monotonic() + _LONGEST_S
-        while self.manager.num_leased_blocks:  # the last reader's note that it is done may still be in flight
+        while self.manager.num_leased_blocks:  # the last reader's "done" notification may still be in flight
             self.exchange.poll()
             time.sleep(_POLL_S)
             expect(time.monotonic() < deadline, "leases that were read are over")
@@ -166,7 +166,7 @@ class Lender:
         return server.getsockname()[1]
 
     def serve(self) -> None:
-        """Carry out commands until standard input ends. Between commands, lend pages to readers that ask."""
+        """Carry out commands until standard input is closed. Between commands, lend pages to readers that ask."""
         _say("ready")
         while True:
             self.exchange.poll()
@@ -195,7 +195,7 @@ def _send_bytes(server: socket.socket) -> None:
 
 
 class LenderProcess:
-    """Starts the source and ends it; a context manager. Its call takes the name of a `Lender` method and arguments.
+    """Starts and stops the source; a context manager. Its call takes the name of a `Lender` method and arguments.
 
     Args:
         setting: the settings that both sides share.
@@ -231,7 +231,7 @@ class LenderProcess:
         return time.clock_gettime_ns(~self._process.pid << 3 | 2)
 
     def kill(self) -> None:
-        """Kills the source by SIGKILL."""
+        """Kills the source with SIGKILL."""
         self._process.kill()
 
     def __enter__(self) -> Self:
@@ -239,7 +239,7 @@ class LenderProcess:
 
     def __exit__(self, *_: object) -> None:
         if self._process.stdin is not None:
-            self._process.stdin.close()  # the process ends when its standard input ends
+            self._process.stdin.close()  # the process exits when its standard input is closed
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
 """Faults that the scripts of kvcr and Mooncake do not test: a source that reuses its memory, or one that is killed.
 
 Run `python others.py kvcr|mooncake SCRIPT` in the environment of that program. This file imports none of our code; the
-script makes the engines and their memory. It prints one JSON line for each fault:
+script creates the engines and allocates their memory. It prints one JSON line for each fault:
 
     kvcr        its source deposits other blocks, which evict those that are read
     mooncake    its source writes other bytes to the memory that is read; its source is killed

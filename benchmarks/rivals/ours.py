@@ -88,7 +88,7 @@ def fetches(
 
 
 def first_contacts(setting: Setting, lender: LenderProcess, blocks: int) -> Row:
-    """Times fetches by new readers, from the question to published pages."""
+    """Times fetches by new readers, from the query to published pages."""
     times = list[float]()
     for _ in range(_LEAST_OVER_LINK):
         lender("lay_out", 2, blocks)

@@ -44,7 +44,7 @@ class Program:
         folder: folder of the peers' scripts.
 
     Raises:
-        PeerError: its script, a library or its environment is missing and cannot be made.
+        PeerError: its script or a library is missing, or its environment is missing and cannot be created.
     """
 
     def __init__(self, name: str, folder: Path) -> None:

@@ -1,8 +1,8 @@
-"""torch's FlexAttention over pagewire's pages, by torch's `PagedAttention`, which needs a flat buffer of blocks.
+"""torch's FlexAttention over pagewire's pages, with torch's `PagedAttention`, which needs a flat buffer of blocks.
 
 `PagedAttention` maps logical blocks to physical ones, and would allocate the physical ones itself. Here the manager
 allocates them: the manager's block table is copied into `page_table`, and `PagedBatch.flat` gives the buffer. Every
-page order works. With `--compile` torch makes fused kernels, which takes a minute. Without it, torch computes all
+page order works. With `--compile` torch generates fused kernels, which takes a minute. Without it, torch computes all
 scores at once.
 
     python examples/kernels/flex_attention.py [--compile]

@@ -117,7 +117,7 @@ def make_batch(
 ) -> PagedBatch:
     """Returns a batch of four requests with random keys and values.
 
-    All other values in the pool are large, so that a kernel that reads the wrong place gives a wrong result.
+    All other values in the pool are large, so that a kernel that reads from the wrong position gives a wrong result.
     """
     params = KVCacheParams(dtype, kv_heads, head_dim, page_size=page_size, page_order=page_order)  # pyright: ignore[reportArgumentType] - one of PAGE_ORDERS
     memory = 24 * page_size * params.bytes_per_token(LAYERS)

@@ -1,6 +1,6 @@
 """SGLang's Triton attention over our pages: decoding, and prompts in chunks.
 
-SGLang's kernels do not know pages: they index a flat buffer by token. `PagedBatch.flat` makes such a view for every
+SGLang's kernels do not know pages: they index a flat buffer by token. `PagedBatch.flat` creates such a view for every
 page order. Without a GPU the kernels run in Triton's interpreter.
 
     [TRITON_INTERPRET=1] python examples/kernels/sglang_triton.py

@@ -19,7 +19,7 @@ SERVED = PAGE_ORDERS[:2]
 def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
     """Writes the new tokens of a layer, then attends. Returns `[tokens, heads, head_dim]`."""
     keys, values = (states.transpose(1, 2) for states in batch.layer(layer))  # [pages, kv_heads, page_size, head_dim]
-    if keys.stride(2) != keys.shape[3]:  # the kernels ignore this stride, and would give wrong results for another one
+    if keys.stride(2) != keys.shape[3]:  # the kernels ignore this stride, and would give wrong results for any other
         raise SystemExit(f"the tokens of a head lie {keys.stride(2)} elements apart, expected {keys.shape[3]}")
     heads, head_dim = batch.query.shape[1:]
     # the instruction set of the kernels: "amx" for bfloat16 if the processor has it

@@ -40,7 +40,7 @@ def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
 
 
 def write(batch: PagedBatch, layer: int) -> None:
-    """Writes the new tokens to the pages by vLLM's kernel.
+    """Writes the new tokens to the pages with vLLM's kernel.
 
     vLLM's own wrapper of the kernel, `triton_reshape_and_cache_flash`, refuses to run without a GPU.
     """

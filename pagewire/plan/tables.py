@@ -1,4 +1,4 @@
-"""The output of `pagewire plan`: one table for each question, and sentences on what more memory would gain."""
+"""The output of `pagewire plan`: one table for each topic, and sentences on what more memory would gain."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 A trace is in the Mooncake format: one JSON object per line, whose `hash_ids` name the blocks of a prompt. Equal ids
 mean an equal prefix up to and including that block. Requests run one after another, and a block is a page. Each prompt
-gets one more token. All tokens of its last block are then computed, and the block can be published. Hints are made from
-the later requests of the trace (see `trace_hints`). The optimum is a cache that knows the future. The reference and the
-optimum are computed for one pool without hints.
+gets one more token. All tokens of its last block are then computed, and the block can be published. Hints are derived
+from the later requests of the trace (see `trace_hints`). The optimum is a cache that knows the future. The reference
+and the optimum are computed for one pool without hints.
 
 For a model with recurrent layers, the replay uses the states of the manager. States lie among the pages, and the
 manager keeps only some states. If a state is smaller than a block, each block is divided into several pages, as in a

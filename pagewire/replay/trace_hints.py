@@ -1,4 +1,4 @@
-"""Retention hints for a trace, made from its future. They show the best that hints from clients could achieve."""
+"""Retention hints for a trace, derived from its future. They show the best that hints from clients could achieve."""
 
 import contextlib
 import random

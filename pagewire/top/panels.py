@@ -212,4 +212,4 @@ HEADINGS: dict[str, tuple[Callable[[TopView], TableRows], tuple[str, ...]]] = {
     "rates": (rates, ("process", "rate", "now", "in all", "last looks")),
     "processes": (processes, ("process", "state", "pool", "pages", "by state", "last recount")),
 }
-"""For each panel: the function that makes its rows, and the headings of its columns."""
+"""For each panel: the function that builds its rows, and the headings of its columns."""

@@ -23,8 +23,8 @@ def print_looks(source: LiveSource | PlayedSource, *, until_interrupted: bool) -
 
     Args:
         source: the source of the snapshots.
-        until_interrupted: whether to keep polling afterwards, in order to record every snapshot. The program then ends
-            with a signal, or when standard output is closed.
+        until_interrupted: whether to keep polling afterwards, in order to record every snapshot. The program then exits
+            on a signal, or when standard output is closed.
 
     Raises:
         WatchError: an address has not answered within a few seconds, or its answer is not a snapshot. The snapshots of

@@ -66,7 +66,7 @@ def _run(app: TopApp, descriptors: Sequence[int], hung_up: int) -> int:
             os.write(tell, bytes([number]))
         try:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # the app has not started, or has already ended
+        except RuntimeError:  # the app has not started, or has already stopped
             before[number](number, frame)
             return
         came.append(number)

@@ -152,7 +152,7 @@ class Frontend:
         return min(member.ready.max_tokens for member in self.members.values())
 
     async def run(self) -> None:
-        """Receives the messages of the processes, and tells each process about the other ones. Runs until cancelled."""
+        """Receives messages from the processes, and tells each process about the others. Runs until cancelled."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.FD, self._poll)
         try:

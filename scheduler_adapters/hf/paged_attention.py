@@ -290,7 +290,7 @@ class PagedLatents:
 def no_attention_mask(*_args: Any, **_kwargs: Any) -> None:
     """The mask function for `paged_attention_forward`.
 
-    It makes no mask, because the block tables determine which tokens are visible.
+    It creates no mask, because the block tables determine which tokens are visible.
     """
 
 

@@ -69,13 +69,12 @@ class HFRunner:
     """Computes greedy next tokens of a batch whose keys and values lie in pages.
 
     The model may be any causal model of `transformers` that uses the library's attention interface. The model attends
-    over pages only during a call of the runner, so its own `generate` works between calls. Switching takes about 0.15
+    over pages only during a call to the runner, so its own `generate` works between calls. Switching takes about 0.15
     ms per call. If the model has no other use, call `attend_over_pages` once to save this time. A hybrid model needs
     the `states` of its manager, for all replicas.
 
     Runners in several threads, such as those of two overlapped loops, may share a model only after `attend_over_pages`.
-    Otherwise one thread would switch the attention during a call of another thread, which then raises
-    `ModelInUseError`.
+    Otherwise one thread would switch the attention during another thread's call, which then raises `ModelInUseError`.
 
     Raises:
         UnsupportedModelError: a layer keeps data that fits neither KV pages nor state pages, or the model ignores the

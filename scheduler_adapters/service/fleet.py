@@ -191,7 +191,7 @@ class Fleet:
         """
         messages = self._received(timeout_s)
         if any(map(self.has_ended, self.running)):
-            self._received(_LAST_WORDS_S)  # the server may have sent a report of its error that has not arrived yet
+            self._received(_LAST_WORDS_S)  # the server may have sent a report on its error that has not arrived yet
             self._check_alive()
         return messages
 

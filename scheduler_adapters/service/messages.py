@@ -227,7 +227,7 @@ class Stats(Message, frozen=True, kw_only=True, tag=True):
     retries: int = 0  # attempts that failed and were followed by another
     failed: int = 0  # requests that failed
     malformed: int = 0  # messages that could not be decoded
-    late: int = 0  # repeated messages, and messages of attempts that were over
+    late: int = 0  # repeated messages, and messages about attempts that were over
     faults: dict[str, int] = {}  # injected faults by kind, if the process runs with fault injection
 
 

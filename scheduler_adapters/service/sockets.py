@@ -181,7 +181,7 @@ def wait_for_any(sockets: Sequence[Awaited], timeout_ms: int) -> None:
 
 
 class FrontendQueue:
-    """The messages of a process to its frontend, in order. They are queued here, so that the process never blocks.
+    """A process's messages to its frontend, in order. They are queued here, so that the process never blocks.
 
     If more than `max_unread` messages are queued, the frontend counts as deaf (`is_deaf`) until half of them have been
     read. Meanwhile the caller should read no message from the frontend, because each request causes further messages

@@ -285,7 +285,7 @@ class PagewireKVReceiver(CommonKVReceiver):
 
     def init(self, prefill_dp_rank: int) -> None:
         """Asks the prefill process for the room. SGLang has determined the process before this call."""
-        self.kv_mgr.step()  # connections that were lost are dropped first, so that new ones are made
+        self.kv_mgr.step()  # connections that were lost are dropped first, so that new ones are opened
         super().init(prefill_dp_rank)
         if self.conclude_state == STATES.Failed or not self.bootstrap_infos:
             return

@@ -187,7 +187,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduling.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Handles the workers' reports of leases and loads."""
+        """Handles the workers' reports on leases and loads."""
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, WorkersMetadata):
             self._scheduling.update(metadata.outputs)

@@ -1,8 +1,8 @@
-"""`Options`: the settings in `kv_connector_extra_config`, checked before anything is made from them.
+"""`Options`: the settings in `kv_connector_extra_config`, checked before they are used.
 
-vLLM logs its arguments, and it makes a connector only after minutes of loading weights. An option therefore says where
-a secret is stored, and never contains the secret itself. All faults are reported together at startup, with the values
-as the user wrote them.
+vLLM logs its arguments, and it creates a connector only after minutes of loading weights. An option therefore says
+where a secret is stored, and never contains the secret itself. All faults are reported together at startup, with the
+values as the user wrote them.
 """
 
 from __future__ import annotations

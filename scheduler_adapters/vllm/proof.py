@@ -146,7 +146,7 @@ class _Proof:
     def _scaled(self, given: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """Multiplies values by the scale by which an 8-bit kernel will divide them.
 
-        The scale is one number for all heads, or one for each head. The product is made 3 % larger, because some
+        The scale is one number for all heads, or one for each head. The product is increased by 3 %, because some
         kernels truncate values that the type cannot represent, and others round them.
         """
         if self.view.itemsize > 1:

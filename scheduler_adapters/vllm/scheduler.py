@@ -1,7 +1,7 @@
 """The scheduler's side of our vLLM connector: leases for prefilled requests, and loads for decode.
 
 At prefill, a request whose pages a reader will read gets its lease together with its blocks. The lease is therefore
-granted before the request ends and its `kv_transfer_params` are made. At decode, a request that names a source is
+granted before the request ends and its `kv_transfer_params` are built. At decode, a request that names a source is
 handled when it arrives: the source is told at once that a reader waits. The lease is then renewed for as long as vLLM
 keeps the request in its queue. A dead source and invalid params are noticed before any block is allocated.
 

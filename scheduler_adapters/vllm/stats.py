@@ -113,7 +113,7 @@ class PullMetrics(KVConnectorPromMetrics):
     """The figures of `PullStats` as Prometheus metrics, under the names `vllm:pagewire_*` and `vllm:nixl_*`.
 
     The `vllm:nixl_*` metrics are left out if vLLM's own NIXL connector runs in the same `MultiConnector`, because that
-    connector makes them itself.
+    connector creates them itself.
     """
 
     def __init__(
