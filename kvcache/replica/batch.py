@@ -175,7 +175,7 @@ class Batch(Gathered, Sequence[Context]):
 
     The batch keeps the indices of its contexts in arrays. An update changes these arrays. A `TextContext` applies the
     update only when the context is read. If a caller changes a `TextContext` directly, the context leaves the batch,
-    and the next call of the batch reads all contexts again. A batch is valid until one of its requests is released.
+    and the next call with the batch reads all contexts again. A batch is valid until one of its requests is released.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class Batch(Gathered, Sequence[Context]):
 
         Raises `InvalidRequestError` unless there is one integer from 0 to 2**31 - 1 for each request, and
         `SequenceTooLongError` if a request already has `max_length` tokens. In both cases nothing changes. Contexts of
-        other classes than `TextContext` are updated one by one. After an interrupt (Ctrl-C), some of these contexts
+        classes other than `TextContext` are updated one by one. After an interrupt (Ctrl-C), some of these contexts
         have their token and others do not. Their lengths show which contexts have it.
         """
         array = self._checked(tokens)
@@ -353,7 +353,7 @@ class Batch(Gathered, Sequence[Context]):
         self._stale = False
 
     def realize_future_tokens(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
-        """Replace the future token of each request by the real token that the step in flight gave, int `[len]`.
+        """Replace the future token of each request with the real token from the step in flight, int `[len]`.
 
         The call also works if one of the requests was released in the meantime, although the manager then no longer
         accepts the batch. Raises `InvalidRequestError`, and changes nothing, unless every request has a future token.
@@ -518,7 +518,7 @@ class Batch(Gathered, Sequence[Context]):
                 f"batch of {len(self.contexts)} requests: got tokens of shape {array.shape} and dtype {array.dtype}; "
                 "one integer for each request is needed"
             )
-        # Items of fewer bytes, or of another byte order than this machine's, are converted first.
+        # Items that are narrower, or whose byte order is not this machine's, are converted first.
         if array.size and array.dtype not in _UNSIGNED:
             array = array.astype(np.int64)
         # Read as unsigned, a negative token is a huge number. So one comparison finds both kinds of error.

@@ -1,8 +1,8 @@
 """`BlockTable`, with which a manager describes a request's pages to another manager, and the types of an import.
 
-A table states where the KV of a request lies. The manager that accepts a table makes a `PendingImport` of it, and the
-copier receives a `PageCopy` for each group of layers. If the model has several groups of layers (`params.groups`), the
-table has a list of pages for each. For layers with a window, only the pages that the next token sees are copied.
+A table states where the KV of a request lies. The manager that accepts a table creates a `PendingImport` from it, and
+the copier receives a `PageCopy` for each group of layers. If the model has several groups of layers (`params.groups`),
+the table has a list of pages for each. For layers with a window, only the pages that the next token sees are copied.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ Pages = NDArray[np.int32]
 class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults=True):
     """The location of one request's KV: the contract between a manager, a transfer, and another manager.
 
-    The page ids have a meaning only for the manager that made the table, and only while that manager holds the pages
-    for the request. If two managers have the same fingerprint (`kvcache.layout.replica_fingerprint`), their pages have
-    the same geometry and may be copied byte for byte. A transfer that plans its copies from the page layouts does not
-    need the fingerprint.
+    The page ids are meaningful only to the manager that made the table, and only while that manager holds the pages for
+    the request. If two managers have the same fingerprint (`kvcache.layout.replica_fingerprint`), their pages have the
+    same geometry and may be copied byte for byte. A transfer that plans its copies from the page layouts does not need
+    the fingerprint.
     """
 
     request_id: str  # the request's id at the manager that made the table
@@ -105,9 +105,8 @@ class ImportPart:
     def named(self, pages: tuple[int, ...], num_tokens: int, page_size: int) -> Pages | None:
         """Returns the other manager's pages to copy.
 
-        Earlier tables named some of these pages. The new table names the pages `pages`. Returns None in three cases:
-        the new table leaves out a page that no earlier table named; it contradicts an earlier table; or a page occurs
-        twice.
+        Earlier tables have named some of these pages. The new table names `pages`. Returns None in three cases: the new
+        table leaves out a page that no earlier table named; it contradicts an earlier table; or a page occurs twice.
         """
         if self.is_state:
             new = np.array(pages, np.int32)
@@ -189,9 +188,9 @@ class PendingImport:
 
     @property
     def needs_copy(self) -> bool:
-        """Whether any page or state that the other manager's table names has to be copied.
+        """Whether a page or a state has to be copied from the other manager.
 
-        False if all pages that the table names were already cached at this manager.
+        False if the other manager's table has no state, and this manager has already cached all pages of the table.
         """
         return any(part.is_state or part.first < part.stop for part in self.parts)
 

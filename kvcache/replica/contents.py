@@ -1,6 +1,6 @@
 """Finds, leases and imports pages by their content, no matter which request computed them.
 
-A *column* is a place in a row of a block table: column 0 is for the page of the request's first `page_size` tokens,
+A *column* is a position in a row of a block table: column 0 is for the page of the request's first `page_size` tokens,
 column 1 for the page of the next `page_size` tokens.
 """
 
@@ -67,7 +67,7 @@ class PageContents:
         tables, the run ends where all tables can resume, and the lease holds the pages that each table needs for that.
         With recurrent states, the run ends after a page for which the device keeps a state, and the lease holds that
         state, too. `name` identifies the reader in lists of leases. Raises `BlockTableMismatchError` if the wanted
-        pages have another page size or hash algorithm than the replica, or if the replica caches no pages.
+        pages differ from the replica's in page size or hash algorithm, or if the replica caches no pages.
         """
         self._mark.check("contents.lease")
         replica, digests = self._wanted(name, replica_idx, wanted)

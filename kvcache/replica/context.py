@@ -19,7 +19,7 @@ _NO_KEYS: ExtraKeys = ()
 ContextIndices = tuple[int, int, int]
 """`start_idx`, `active_idx` and `end_idx` of a context."""
 FUTURE_TOKEN = -999
-"""The last entry of a request's tokens while a step is in flight. It stands for the token that the step will give."""
+"""The last entry of a request's tokens while a step is in flight. It stands for the token that the step yields."""
 
 
 class Context(Protocol):
@@ -84,7 +84,7 @@ class _NoLeader:
         """Do nothing: a context without a batch has nothing to catch up with."""
 
     def lose(self, place: int, end: int) -> None:
-        """Do nothing, because the context is in no batch that it could leave."""
+        """Do nothing: the context has no batch to leave."""
 
     def __reduce__(self) -> str:
         """Let a copied or unpickled context refer to `NO_LEADER` itself instead of a copy of it."""
@@ -116,8 +116,8 @@ class TextContext:
     accepts it if the request has no pages yet. `fork` makes a context for another request.
 
     Raises:
-        InvalidRequestError: (a ValueError) no tokens, not 1-D, not integers, or out of range; an id or salt that is not
-            text, or not valid UTF-8; keys of another shape; an invalid retention.
+        InvalidRequestError: (a ValueError) tokens that are empty, not 1-D, not integers, or out of range; an id or salt
+            that is not a string, or not valid UTF-8; keys of the wrong shape; an invalid retention.
         SequenceTooLongError: (a RuntimeError) more tokens than `max_length`.
     """
 
@@ -304,7 +304,7 @@ class TextContext:
     def realize_future_token(self, token: int) -> None:
         """Record the token of the step in flight. The tokens that the step ran then count as computed.
 
-        `token` is dropped if the step ran another chunk than the last chunk of the prompt. The request may have been
+        `token` is dropped if the step ran a chunk of the prompt that is not the last one. The request may have been
         released meanwhile. Raises `InvalidRequestError` if the token is out of range, or if no step is in flight.
         """
         self.leave()
@@ -415,7 +415,7 @@ class TextContext:
         self.append_one(FUTURE_TOKEN, end - 1, end)
 
     def realize(self, token: int) -> None:
-        """Replace the context's future token, if any, by the real `token`, which the leader has got."""
+        """Replace the context's future token, if any, with the real `token` that the leader has received."""
         if self._flight is not None:
             self._buffer[self._end - 1] = token
             self._flight = None
@@ -507,7 +507,7 @@ class ReadContext:
             self._carries_hasher, self._hasher = False, None
 
     def run_from(self, start: int, active: int) -> None:
-        """Set `start_idx` and `active_idx`. Raises `InvalidRequestError` if the context then has another start."""
+        """Set `start_idx` and `active_idx`. Raises `InvalidRequestError` if the context then has a different start."""
         own = self.own
         try:
             own.set_token_indices(start_idx=start, active_idx=active)

@@ -68,7 +68,7 @@ class PageMemory:
 class PlacedReplica:
     """A replica together with its page tensors and the block tables on its devices.
 
-    `Replica` itself knows no devices.
+    `Replica` itself knows nothing about devices.
     """
 
     def __init__(self, replica: Replica, memory: PageMemory) -> None:
@@ -80,7 +80,7 @@ class PlacedReplica:
             mirrors = {device: DeviceTables(replica.rows.tensor, device) for device in gpus}
         of_host = HostTables(replica.rows.tensor)
         self._tables: list[Tables] = [mirrors.get(device, of_host) for device in memory.devices]
-        # for each number of a set of step tables, the tables of each shard
+        # for each set of step tables, by its number: the tables of each shard
         self._of_steps: dict[int, list[StepTables]] = {}
         self._mirrored = [*mirrors.values()]
         # True on the CPU: there is no stream on which work is launched, and no block table to upload
@@ -172,7 +172,7 @@ class ReplicaPageMoves(PageMoves):
         claimed = np.array([-1, *rows.row_of.values()], np.int64)
         of_rows = self._pages_of_rows()
         ends = np.cumsum([*map(len, of_rows)])
-        # One test for the pages of all rows takes half the time of one test for each row.
+        # Testing the pages of all rows at once takes half the time of testing them row by row.
         found = np.flatnonzero(moves[np.concatenate(of_rows)])
         moved: list[int] = claimed[np.unique(np.searchsorted(ends, found, "right"))].tolist()
         for row in moved:

@@ -1,7 +1,7 @@
 """Page hashes: the digest of page `i` covers all tokens of a prompt up to the end of page `i`.
 
-A running hash takes the pages one after another, and gives a digest after each page. So equal digests mean equal
-prefixes, and each page costs one update and one digest. The alternative, to hash the parent's digest and the page
+A running hash takes the pages one after another, and yields a digest after each page. So equal digests mean equal
+prefixes, and each page costs one update and one digest. The alternative, hashing the parent's digest and the page
 (`parent + page`), takes 60 % longer with sha256.
 
 hashlib needs two calls and an allocation for each page. If `chained.c` was compiled, one call hashes all pages of a
@@ -31,9 +31,9 @@ on it.
 DIGEST_BYTES: dict[HashAlgorithm, int] = {"sha256": 32, "blake3": 32, "xxh3_128": 16}
 _TOKEN, _WORD = np.dtype("<i4"), np.dtype(np.uint64)
 _AT_ONCE = 1 << 17
-"""The largest number of tokens that one call of C hashes. To compute a digest counts as 16 tokens. No other Python
-thread runs during the call, so it must be short. Even without SHA instructions it takes less than 5 ms, which is the
-interval at which Python switches threads.
+"""The largest number of tokens that one call to the C code hashes. Computing a digest counts as 16 tokens. No other
+Python thread runs during the call, so it must be short. Even without SHA instructions it takes less than 5 ms, which is
+the interval at which Python switches threads.
 """
 PLAIN = "PAGEWIRE_PLAIN_SHA256"
 """The name of an environment variable. If it is set to a non-empty value, hashlib computes every sha256."""
@@ -42,7 +42,7 @@ PLAIN = "PAGEWIRE_PLAIN_SHA256"
 def _compiled() -> tuple[type[Any], str]:
     """Returns the class from `chained.c`, or `_NotCompiled`.
 
-    Also returns a text that says which sha256 is used, and why. `chained.c` is used if it was compiled, if the
+    Also returns a string that says which sha256 is used, and why. `chained.c` is used if it was compiled, if the
     environment variable does not turn it off, and if it gives the same digests as hashlib.
     """
     if os.environ.get(PLAIN):

@@ -25,10 +25,11 @@ from kvcache.states.state_pages import StatePages
 class ReplicaHints(PageReader):
     """The retention hints and tenant quotas of one replica.
 
-    Hints are followed only as far as they prove useful. To measure their use, two simulated caches (*baselines*) get
-    the same requests as the pool. The first baseline evicts by plain LRU. The second baseline follows hints as far as
-    is allowed. Before the first hint, there are no baselines, and pages are evicted by plain LRU (within quotas). The
-    first hint costs one pass over the pool. Without prefix caching there are no cached pages, so hints are ignored.
+    Hints are followed only as far as they prove useful. To measure how useful they are, two simulated caches
+    (*baselines*) get the same requests as the pool. The first baseline evicts by plain LRU. The second baseline follows
+    hints as far as it is allowed to. Before the first hint, there are no baselines, and pages are evicted by plain LRU
+    (within quotas). The first hint costs one pass over the pool. Without prefix caching there are no cached pages, so
+    hints are ignored.
 
     With several block tables, a hint for a prefix applies to every page that a request needs to resume after the
     prefix. In a table with a window, these are the last pages of the prefix. The baselines simulate only the pages of
@@ -290,11 +291,11 @@ class ReplicaHints(PageReader):
 class StateHints:
     """Retention hints and tenant quotas for the cached states of one replica.
 
-    A prefix is found only up to a cached state. So a hint that keeps the pages of a prefix must also keep a state. A
+    A prefix is found only up to a cached state, so a hint that keeps the pages of a prefix must also keep a state. A
     cached state has the hint of the last page before it.
 
     A hint to stay longer applies only to states from which a likely next request would resume. These are the newest
-    states before three places: the end of each hinted range; the end of all tokens of the request, for the next turn of
+    states before three points: the end of each hinted range; the end of all tokens of the request, for the next turn of
     its conversation; and the end of its prompt, for the same prompt again or for a next turn without the model's
     reasoning. Hardly any request resumes from older states, and each state is as large as the pages of thousands of
     tokens. A hint to be evicted first applies to all states of the hinted pages, because no request is expected to need
