@@ -30,7 +30,7 @@ def served(tmp_path: Path) -> Iterable[Callable[..., Served]]:
 
     def make(pages: int = 16, host_slots: int = 80, *, files: bool = False, io: Any = None, **options: Any) -> Served:
         folder = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-3, "file_tier_key": "model"}
-        given = {**folder, "file_tier_io": io} if files else {}
+        given = {**options.pop("params", {}), **({**folder, "file_tier_io": io} if files else {})}
         made.append(Served(pages, host_slots, params=given, **options))
         return made[-1]
 
@@ -189,6 +189,24 @@ def test_a_call_loads_as_many_pages_as_the_manager_s_own_requests_leave(
         assert it.manager.metrics.h2d_blocks_copied - copied == expected
         assert it.manager.num_free_blocks == free
         assert cached(it) == have + (expected if most > have else 0)
+
+
+def test_each_page_that_is_loaded_belongs_to_its_table(served: Any) -> None:
+    windows = LayerGroup("full", (0,)), LayerGroup("window", (1,), 8), LayerGroup("window", (2,), 100)
+    it = served(40, 300, layers=3, params={"groups": windows})
+    it.serve(PROMPT)
+    for _ in range(3):
+        it.fill(12)
+    assert cached(it) == 0
+    while it.manager.contents.bring("theirs", 0, wanted(it), 100):
+        it.manager.check()
+    lease, table = it.manager.contents.lease("theirs", 0, wanted(it), 100)
+    index = it.manager._replicas.each[0].pool.index
+    assert [len(pages) for pages in table.groups] == [PAGES, PAGES, 2]
+    assert [set(index.tables[list(pages)].tolist()) for pages in table.groups] == [{0}, {1}, {2}]
+    it.manager.end_lease(lease)
+    assert it.serve(PROMPT) == PAGES * SIZE
+    it.manager.check()
 
 
 def test_an_interrupted_load_is_mended_before_the_next_one(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:

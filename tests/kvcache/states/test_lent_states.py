@@ -209,3 +209,34 @@ def test_making_room_for_a_state_from_the_host_does_not_reuse_its_slot() -> None
     held = leased(it)
     assert held is not None
     assert state_in(it, held[1].groups[1][0]) == value_after(40)
+
+
+@pytest.mark.parametrize("have", [0, 4])
+def test_no_state_is_loaded_before_the_pages_that_are_needed_with_it(have: int) -> None:
+    it = ServedStates(pages=40, slabs=False)
+    it.serve(PROMPT)
+    it.manager.flush_tiers()
+    for number in range(2):
+        it.serve(range(1000 * (number + 1), 1000 * (number + 1) + 38 * SIZE))
+    states = it.manager.states[0]
+    states.forget_copies()
+    (tier,) = it.tiers.replicas
+    if have:
+        tier.brought_at_once = have
+        assert it.manager.contents.bring("theirs", 0, wanted(it), 100)
+        tier.brought_at_once = 100
+    replica = it.manager._replicas.each[0]  # pyright: ignore[reportPrivateUsage]
+    digests = it.digests(PROMPT)
+    assert (replica.pool.index.find(digests) > 0).sum() == have
+    running = it.claim(range(500, 500 + SIZE * (39 - 2 * have)))
+    assert it.manager.maybe_reserve(running)
+    assert replica.pool.free_count // 2 == have, "the pages that are here already are half of the free pages"
+    assert not it.manager.contents.bring("theirs", 0, wanted(it), 100)
+    assert not replica.states[0].ends_here(digests).any()
+    it.manager.release(running.request_id)
+    brought(it)
+    held = leased(it)
+    assert held is not None
+    assert state_in(it, held[1].groups[1][0]) == value_after(40)
+    it.manager.end_lease(held[0])
+    it.manager.close()
