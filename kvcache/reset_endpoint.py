@@ -26,38 +26,29 @@ def check_endpoint(endpoint_base: object) -> None:
         raise refusal("zmq_endpoint_base", base, needed)
 
 
-def open_endpoint(endpoint_base: str | None, *, caching: bool) -> "NoEndpoint":
-    """Open the endpoint. Returns a `NoEndpoint` if no address is given, or if there is no cache to drop."""
-    if endpoint_base is None:
-        return NoEndpoint()
-    if not caching:
+def open_endpoint(endpoint_base: str | None, *, caching: bool) -> "ResetEndpoint":
+    """Open the endpoint. Without a cache to drop, logs a warning, and returns an endpoint without an address."""
+    if endpoint_base is not None and not caching:
         _log.warning("zmq_endpoint_base has no effect, because prefix caching is off")
-        return NoEndpoint()
+        endpoint_base = None
     return ResetEndpoint(endpoint_base)
 
 
-class NoEndpoint:
-    """Takes the place of a `ResetEndpoint` if resets cannot be requested.
+class ResetEndpoint:
+    """A PULL socket at `<base>-reset_prefix_cache`. Any message asks for one reset.
+
+    A thread reads the socket and sets `is_asked`, so the serving loop only has to test this flag. If the base is None,
+    there is neither a socket nor a thread.
 
     Attributes:
         is_asked: whether a reset was requested since the loop last set this to False.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, endpoint_base: str | None) -> None:
         self.is_asked = False
-
-    def close(self) -> None:
-        """Stop listening. Safe to call twice."""
-
-
-class ResetEndpoint(NoEndpoint):
-    """A PULL socket at `<base>-reset_prefix_cache`. Any message asks for one reset.
-
-    A thread reads the socket and sets `is_asked`, so the serving loop only has to test this flag.
-    """
-
-    def __init__(self, endpoint_base: str) -> None:
-        super().__init__()
+        self._thread = None
+        if endpoint_base is None:
+            return
         self.address = f"{endpoint_base}-reset_prefix_cache"
         socket = bound_socket(f"zmq_endpoint_base {endpoint_base!r}", zmq.PULL, self.address)
         wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -69,8 +60,9 @@ class ResetEndpoint(NoEndpoint):
 
     def close(self) -> None:
         """Stop the thread and close the socket. Safe to call twice."""
-        self._end()
-        self._thread.join(2.0)
+        if self._thread is not None:
+            self._end()
+            self._thread.join(2.0)
 
 
 def _end(thread: threading.Thread, wake: int) -> None:
