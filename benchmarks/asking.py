@@ -59,7 +59,7 @@ class Pair:
 
         def counted(query: ContentQuery) -> LeaseReply:
             reply = lent(query)
-            # a query without digests only repeats an earlier question
+            # a query without digests only repeats an earlier query
             self.wire += [len(encode_message(query))] * bool(query.digests)
             self.wire += [len(encode_message(reply))] * (not reply.waits_for)
             return reply

@@ -148,7 +148,7 @@ def stores(kind: type[Prefills | Decodes], pages: int, repeats: int) -> Row:
 def subscriber(kind: str, endpoints: tuple[str, str], ready: Event, over: Event, missed: Synchronized[int]) -> None:
     """Runs a subscriber of this kind until the loop is over."""
     context = zmq.Context()
-    # a context's linger applies to all of its sockets, so that the end does not wait for messages to a dead peer
+    # a context's linger applies to all of its sockets, so that closing does not wait for messages to a dead peer
     context.linger = 0
     sub = context.socket(zmq.SUB)
     # such a subscriber's queues are as short as possible, so that messages queue at the publisher

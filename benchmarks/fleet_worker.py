@@ -40,7 +40,7 @@ class Stamp(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         at: seconds of `time.monotonic`, which is the same clock in all processes of a host.
-        request_id: the client's id of the request.
+        request_id: the client's id for the request.
         what: the new phase of the request (`requests`), "token" for a message with tokens to the client, or "cancel
             PHASE".
         role: role of the process that wrote the stamp.

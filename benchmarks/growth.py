@@ -94,7 +94,7 @@ def by_queue(count: int, repeats: int) -> Iterator[Row]:
 
 
 def measure(sizes: Sequence[tuple[Callable[[int, int], Iterator[Row]], Sequence[int], int]]) -> list[Row]:
-    """The rows of these curves, given as measurement, sizes and repeats."""
+    """The rows of these curves. A curve is given as a measurement, its sizes and its repeats."""
     return [found for curve, many, repeats in sizes for size in many for found in curve(size, repeats)]
 
 

@@ -95,7 +95,7 @@ def prefill_process(kind: str, at: str, pipe: Connection) -> None:
     """Serves until it is told to stop. Answers any other message with the times since the previous message."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     context: Any = zmq.Context()
-    # a context's linger applies to all of its sockets, so that the end does not wait for messages to a dead peer
+    # a context's linger applies to all of its sockets, so that closing does not wait for messages to a dead peer
     context.linger = 0
     loop, exchange = make(kind, "p", at)
     scheduler = PrefillScheduler("p", loop, exchange, bind_router(context, f"ipc://{at}/p"))
@@ -115,7 +115,7 @@ def decode_process(kind: str, at: str, name: str, pipe: Connection) -> None:
     """Serves prompts one at a time. Answers each with the time of its first step."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     context: Any = zmq.Context()
-    # a context's linger applies to all of its sockets, so that the end does not wait for messages to a dead peer
+    # a context's linger applies to all of its sockets, so that closing does not wait for messages to a dead peer
     context.linger = 0
     loop, exchange = make(kind, name, at)
     client, frontend = context.socket(zmq.PAIR), context.socket(zmq.PAIR)

@@ -49,7 +49,7 @@ def host_of(page_bytes: int) -> tuple[HostTier, list[Digests]]:
 
 
 def fetch(tier: ObjectTier, host: HostTier, digests: Digests) -> tuple[float, float]:
-    """Returns the seconds until a prompt's pages are in host memory, and the seconds that were estimated."""
+    """Returns the seconds until a prompt's pages are in host memory, and the estimate of this time."""
     rates, before = tier.rates, tier.read
     expected = 2 * rates.answer_s + PROMPT * (rates.page_s or 0.0)
     every, began = np.ones((1, PROMPT), np.bool_), time.perf_counter()

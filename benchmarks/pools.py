@@ -94,8 +94,8 @@ def age(manager: PagedKVCacheManager, prompts: Prompts) -> None:
     """Bring the pool to the state that a server's pool has after hours.
 
     Every page is published and idle, in mixed order. To mix it, a few dozen prompts of mixed lengths at a time get
-    pages and are released in random order. This continues until 1.5 times the number of the pool's pages have been
-    allocated. Pages that are adjacent in eviction order are then not adjacent in memory.
+    pages and are released in random order. This continues until 1.5 times as many pages have been allocated as the pool
+    has. Pages that are adjacent in eviction order are then not adjacent in memory.
     """
     pages, size = manager.total_num_pages, manager.page_size
     # The concurrent requests take at most half of the pool.

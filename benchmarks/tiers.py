@@ -296,7 +296,7 @@ def files(page_bytes: int, size: int, repeats: int) -> list[Row]:
 
 
 def killed(rounds: int) -> Row:
-    """Kills processes that write, by running the test that checks every page served from their files."""
+    """Runs the test that kills writing processes, and checks every page that is served from their files."""
     command = [sys.executable, "-m", "tests.kvcache.killed_writers", "--rounds", str(rounds)]
     root = Path(__file__).resolve().parents[1]
     run = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)  # noqa: S603 - our own file

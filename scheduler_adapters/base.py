@@ -87,7 +87,7 @@ class Pages(Protocol):
 
     @property
     def num_held_blocks(self) -> int:
-        """The number of pages, over all replicas, that a request or lease holds or a transfer writes.
+        """The number of pages, over all replicas, that are held by a request or lease, or written by a transfer.
 
         Idle cached pages do not count.
         """

@@ -6,7 +6,7 @@ Each `step` does five things, in this order:
     admit     waiting requests, oldest first, while rows and pages last
     plan      the tokens of each request: one if it decodes; prompts share the rest of the budget
     run       fetch, model, update, step
-    finish    release ended requests; report tokens
+    finish    release finished requests; report tokens
 """
 
 import time

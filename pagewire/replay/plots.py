@@ -92,7 +92,7 @@ def _percent(result: ReplayResult) -> Row:
 
 
 def draw_capacities(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draws hits against capacity for each kind of hints, and the optimum. Raises as `write_plots`."""
+    """Draws hits against capacity for each kind of hints, and the optimum. Raises the errors of `write_plots`."""
     figure, ((axes,),) = plots.figure(1)
     first = [row for row in rows if row["hints"] == rows[0]["hints"]]
     lines = [plots.Curve("optimum", [(row["blocks"], row["optimum_pct"]) for row in first], "limit")]
@@ -106,7 +106,7 @@ def draw_capacities(rows: Sequence[Row], title: str, path: Path) -> None:
 def draw_replicas(rows: Sequence[Row], title: str, path: Path) -> None:
     """Draws hits and the balance of load against the number of replicas, for each routing rule.
 
-    Raises as `write_plots`.
+    Raises the errors of `write_plots`.
     """
     figure, ((hits, loads),) = plots.figure(2)
     counts, along = [row["replicas"] for row in rows], "replicas that share the pool"

@@ -47,7 +47,7 @@ def phases(view: TopView) -> str:
 
 
 def totals(view: TopView) -> str:
-    """Returns one line on all processes: held pages, hit rate, pulled bytes per second, and waiting requests."""
+    """Returns one line about all processes: held pages, hit rate, pulled bytes per second, and waiting requests."""
     held = pages = cached = prompt = waiting = 0
     pulled = 0.0
     for process, look in _looks(view):

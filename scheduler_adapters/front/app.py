@@ -167,7 +167,7 @@ def _json(content: object, status: int = 200) -> Response:
 
 
 def _told(error: OpenAIError | ServiceError) -> OpenAIError:
-    """Converts an error of the service to an HTTP error in OpenAI's form."""
+    """Converts an error from the service to an HTTP error in OpenAI's form."""
     if isinstance(error, OpenAIError):
         return error
     return OpenAIError(str(error), status=503 if isinstance(error, RefusedError) else 500)

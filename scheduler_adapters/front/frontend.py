@@ -240,7 +240,7 @@ class Frontend:
                         break
                     if self._placement is not None and not pulled:
                         await (self._placement.over if emitted else self._placement.prefilled)(request_id)
-                        # after the first token, decode sends tokens only when it has read the pages
+                        # decode sends tokens after the first one only when it has read the pages
                         pulled = bool(emitted)
                     emitted += news.tokens
                     yield news

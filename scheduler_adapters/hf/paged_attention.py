@@ -168,7 +168,7 @@ class PagedBatch:
         requests = torch.tensor(self._by_count[count], device=device)
         starts = self._starts[requests]
         ends = starts + count
-        # Only pages that the first new token of a request can still see are read.
+        # Reads only the pages that the first new token of a request can still see.
         first_keys = _first_seen(seen, starts)
         first_pages, end_pages = first_keys // self._page_size, -(-ends // self._page_size)
         columns = first_pages[:, None] + torch.arange(int((end_pages - first_pages).max()), device=device)

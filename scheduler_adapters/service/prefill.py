@@ -320,8 +320,8 @@ class PrefillScheduler:
         request.replica, request.cached_tokens, request.admitted = replica, cached, self._clock()
         self.peers.admitted(key, replica, cached)
         request.source = self._exchange.offer(key, self._times.lease_s, running=True)
-        # There are as many lease words as requests may be open. If no word is free, another user of the exchange holds
-        # leases too.
+        # There are as many lease words as there may be open requests. If no word is free, another user of the exchange
+        # holds leases too.
         if request.source is None:
             self._fail(request, f"prefill process {self.name!r} has no lease word free on replica {replica}")
         else:

@@ -128,7 +128,7 @@ def _fitted(terms: Floats, seconds: Floats) -> list[float]:
         scaled = terms * (weight / expected**2)[:, None]
         found = _non_negative(scaled.T @ terms, scaled.T @ seconds)
         expected = np.maximum(terms @ found, 1e-6)
-        # a measurement of three times its estimate gets half the weight
+        # a measurement that is three times its estimate gets half the weight
         weight = 1.0 / np.maximum(np.abs(seconds / expected - 1.0), 1.0)
     return found.tolist()
 

@@ -172,7 +172,7 @@ class TrackedRequest:
     def move(self, phase: str, deadline: float = math.inf) -> None:
         """Moves the request to another phase.
 
-        Raises `IllegalMoveError` if the table has no such move, which is a bug of the service.
+        Raises `IllegalMoveError` if the table has no such move, which is a bug in the service.
         """
         if phase not in self.moves[self.phase]:
             raise IllegalMoveError(

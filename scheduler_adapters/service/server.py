@@ -422,8 +422,8 @@ def run(config: ServerConfig, draining: tuple[signal.Signals, ...] = (signal.SIG
 
     Returns the exit status.
 
-    Raises a `KVCacheError` for an expected failure. Any other exception, or an error that shows a bug of this package,
-    prints a traceback and returns status 1. The frontend is told of the error in either case.
+    Raises a `KVCacheError` for an expected failure. Any other exception, or an error that shows a bug in this package,
+    prints a traceback and returns status 1. The frontend is told about the error in either case.
     """
     told = DrainSignal()
     for number in draining:

@@ -6,7 +6,7 @@ Importing this module imports SGLang. SGLang finds it through its plugin group i
 Ownership: SGLang keeps its rows, its free pages and its scheduler. We own the pages that hold a published prefix: page
 states, digests, index and eviction order (`kvcache.pool.pages.PagePool`, `kvcache.replica.hashing`). In our pool,
 SGLang counts as the single holder of each page that is free in SGLang or not yet published. `checkpoint` publishes a
-page, and replaces that hold by the locks on the page. `evict` gives the page back to SGLang:
+page, and replaces that hold with locks on the page. `evict` gives the page back to SGLang:
 
     of SGLang ──checkpoint──► published, locked ──unlock──► published, idle ──evict──► of SGLang
                                      ▲                             │

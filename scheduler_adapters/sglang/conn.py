@@ -1,4 +1,4 @@
-"""SGLang's transfer manager, sender, receiver and bootstrap server, implemented by our leases and pulls.
+"""SGLang's transfer manager, sender, receiver and bootstrap server, implemented with our leases and pulls.
 
 SGLang's own base classes provide the states and timeouts of a room, the HTTP rendezvous with its heartbeats, and the
 agreement of ranks in each poll. A room is SGLang's number for a request. In SGLang's own backends, prefill writes pages
@@ -341,7 +341,7 @@ class PagewireKVReceiver(CommonKVReceiver):
 
 
 class PagewireKVBootstrapServer(CommonKVBootstrapServer):
-    """SGLang's rendezvous server. It does not compare page sizes, because a transfer works between any page sizes."""
+    """SGLang's rendezvous server. It does not compare page sizes, because those of the two sides may differ."""
 
     page_size = property(lambda self: None, lambda self, value: None)  # noqa: ARG005
 

@@ -1,4 +1,4 @@
-"""The messages and sockets by which decode servers ask prefill servers for requests.
+"""The messages and sockets through which decode servers ask prefill servers for requests.
 
 A room is SGLang's number for a request.
 

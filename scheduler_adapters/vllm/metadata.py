@@ -18,8 +18,8 @@ class StepMetadata(KVConnectorMetadata):
     """The work of one step, from the scheduler to every worker.
 
     vLLM stops the engine if a worker reports a request that vLLM does not wait for. A worker, however, also sees the
-    end of leases and loads for which vLLM does not wait, because their requests still run or for another reason. The
-    worker therefore reports only the requests that a `StepMetadata` has named.
+    end of leases and loads for which vLLM does not wait, for example because their requests still run. The worker
+    therefore reports only the requests that a `StepMetadata` has named.
 
     Attributes:
         step: leases and loads.

@@ -157,7 +157,7 @@ class SchedulerSide:
             span.end(error)
 
     def _shorten(self, request: Request, params: dict[str, Any]) -> None:
-        """Leaves the last token of a prompt to decode, which computes it in any case.
+        """Leaves the last token of a prompt to the decode side, which computes it in any case.
 
         Decode could not use a recurrent state that already includes the last token. With a sliding window, prefill
         would free a block that decode needs to compute this token.

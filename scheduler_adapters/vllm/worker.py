@@ -72,7 +72,7 @@ class WorkerSide:
         return found
 
     def _prove(self, config: WorkerConfig, caches: Mapping[str, Cache]) -> None:
-        """Raises an error if vLLM's kernels write to other addresses than a transfer reads (see `proof.py`).
+        """Raises an error if vLLM's kernels do not write to the addresses that a transfer reads (see `proof.py`).
 
         The check runs before any reader can ask for a page.
         """
