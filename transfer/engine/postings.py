@@ -12,7 +12,7 @@ from transfer.engine.metadata import TransferReqData
 from transfer.engine.peers import LoadedPeer
 from transfer.engine.tensor_agent import TensorAgent
 from transfer.errors import AgentError, InvalidTransferError, PeerFailedError, TransferFailedError, UnknownTransferError
-from transfer.nixl.agent import Agent, Handle
+from transfer.nixl.agent import Agent, Handle, is_over
 from transfer.plan.intersection import Ints
 from transfer.plan.runs import PagePairs, Runs
 
@@ -86,15 +86,9 @@ class Posting:
         """Advances every copy, and releases the handles of ended copies. Raises the first `AgentError`, if any."""
         first: AgentError | None = None
         for agent, handle in list(self.pending):
-            try:
-                if not agent.done(handle):
-                    continue
-            except AgentError as error:
-                first = first or error
-            self.pending.remove((agent, handle))
-            try:
-                agent.release(handle)
-            except AgentError as error:
+            ended, error = is_over(agent, handle)
+            if ended:
+                self.pending.remove((agent, handle))
                 first = first or error
         if first is not None:
             raise first

@@ -11,7 +11,7 @@ import importlib
 import os
 import threading
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, Literal, TypeAlias
 from weakref import WeakSet
@@ -386,3 +386,19 @@ class Agent:
                 agent.agent.releasedDlistH(prepared)
             for dlist in registered:
                 agent.deregister_memory(dlist)
+
+
+def is_over(agent: Agent, handle: Handle) -> tuple[bool, AgentError | None]:
+    """Returns whether a transfer has ended, and its error if the transfer failed.
+
+    Releases the handle if the transfer has ended.
+    """
+    failed: AgentError | None = None
+    try:
+        if not agent.done(handle):
+            return False, None
+    except AgentError as error:
+        failed = error
+    with suppress(AgentError):  # the transfer has ended, so it does not matter if the release fails
+        agent.release(handle)
+    return True, failed

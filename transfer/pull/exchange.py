@@ -138,7 +138,8 @@ class PageExchange:
         given = {"bind": bind, "compatibility": compatibility, "replica_options": replica_options, "verify": verify}
         given |= {"agent": agent, "secret": secret, "allowed_peers": allowed_peers, "lend": lend}
         check_exchange(manager, name, given)
-        self._verify, self._agent = verify, agent
+        self._verify = verify
+        self._make_rank = partial(RankTransfer, checks=verify, verify=float(verify), stuck_s=_STUCK_S, agent=agent)
         self._table_key = new_table_key()
         self._seals = TableSeals(self._table_key)
         self._key, keyring = fleet_keys(f"exchange {name!r}", secret, keyring=keyring)
@@ -182,8 +183,20 @@ class PageExchange:
     ) -> None:
         """Registers the pages of a replica and starts its thread."""
         ranks: list[RankTransfer] = []
+        shards = _shards(self._manager, replica)
         try:
-            self._make_ranks(ranks, replica, compatibility)
+            for rank, (layout, tensors) in enumerate(shards):
+                identity = RankIdentity(
+                    engine_id=self._names[replica],
+                    incarnation=self.incarnation,
+                    rank=rank,
+                    ranks=len(shards),
+                    compatibility=compatibility,
+                    key=self._key,
+                    table_key=self._table_key,
+                )
+                memory = ShardMemory(layout, [tensor.data_ptr() for tensor in tensors], tensors[0].device)
+                ranks.append(self._make_rank(identity, memory))
             self.threads.append(start_thread(ReplicaTransfer(ranks, client, **options), self.bell.ring))
         except BaseException:
             for rank in ranks:
@@ -195,30 +208,6 @@ class PageExchange:
         sealed = tuple(rank.metadata for rank in ranks)
         lent = partial(self.lending.answer, replica)
         self.cards.append(EngineCard(self._names[replica], self.incarnation, sealed, compatibility, lent=lent))
-
-    def _make_ranks(self, ranks: list[RankTransfer], replica: int, compatibility: Mapping[str, str]) -> None:
-        shards = _shards(self._manager, replica)
-        for rank, (layout, tensors) in enumerate(shards):
-            identity = RankIdentity(
-                engine_id=self._names[replica],
-                incarnation=self.incarnation,
-                rank=rank,
-                ranks=len(shards),
-                compatibility=compatibility,
-                key=self._key,
-                table_key=self._table_key,
-            )
-            memory = ShardMemory(layout, [tensor.data_ptr() for tensor in tensors], tensors[0].device)
-            ranks.append(
-                RankTransfer(
-                    identity,
-                    memory,
-                    checks=self._verify,
-                    verify=float(self._verify),
-                    stuck_s=_STUCK_S,
-                    agent=self._agent,
-                )
-            )
 
     def engine_id(self, replica: int) -> str:
         """Returns the engine id of a replica."""

@@ -11,14 +11,12 @@ transfers in flight have ended.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer.errors import AgentError
-from transfer.nixl.agent import BACKGROUND_RUNS, Agent, Handle, RunList
+from transfer.nixl.agent import BACKGROUND_RUNS, RunList
 from transfer.plan.runs import LONGEST_RUN
 
 FOREGROUND_BYTES = 16 << 20
@@ -109,19 +107,3 @@ def longest_run(num_bytes: int) -> int:
     if num_bytes < _FOR_TWO:
         return LONGEST_RUN
     return min(LONGEST_RUN, max(num_bytes // (2 * BACKGROUND_RUNS), _SHORTEST_CUT))
-
-
-def is_over(agent: Agent, handle: Handle) -> tuple[bool, AgentError | None]:
-    """Returns whether a transfer has ended, and its error if the transfer failed.
-
-    Releases the handle if the transfer has ended.
-    """
-    failed: AgentError | None = None
-    try:
-        if not agent.done(handle):
-            return False, None
-    except AgentError as error:
-        failed = error
-    with suppress(AgentError):  # the transfer has ended, so it does not matter if the release fails
-        agent.release(handle)
-    return True, failed

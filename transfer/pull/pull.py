@@ -18,9 +18,9 @@ from contextlib import suppress
 from transfer.errors import AgentError, PullFailedError, TransferError
 from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
-from transfer.nixl.agent import WORD_BYTES, Handle
+from transfer.nixl.agent import WORD_BYTES, Handle, is_over
 from transfer.pull.lease import CLEARED, LeaseRef, make_words
-from transfer.pull.parts import Part, is_over
+from transfer.pull.parts import Part
 from transfer.pull.pull_state import PullEvent, PullTimes, RankPull, check_opening, how_ended
 from transfer.pull.remote import RemoteEngine
 from transfer.stats import PullRecord

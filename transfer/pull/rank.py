@@ -142,7 +142,7 @@ class RankTransfer:
         self.words = make_words(LEASE_SLOTS + LENT_SLOTS)
         self._verify = verify
         self._checks = PageChecks(layout, bases) if checks or verify else None
-        self._shows_checks = checks
+        self._shown_checks = self._checks if checks else None  # the checks that readers may compare
         self._staging = StagingArea(layout, bases) if memory_type is MemoryType.DRAM else None
         name = f"{identity.engine_id}/{identity.rank}@{identity.incarnation}"
         self.puller = Puller((identity.engine_id, identity.rank, identity.ranks), memory_type=memory_type, clock=clock)
@@ -155,7 +155,9 @@ class RankTransfer:
         self._spare: Agent | None = None  # a reading agent without a peer, kept ready because making one takes 10 ms
         self._agent: Agent | None = agent(name, memory_type)
         try:
-            self._register_own(self._agent)
+            self._register_pages(self._agent)
+            own = (self.words, *(self._checks.words if self._checks else ()))
+            self._agent.register([(words.ctypes.data, words.nbytes, 0) for words in own], MemoryType.DRAM)
             self._spare = self._make_reader()
             self.metadata = sealed_rank(self._describe(name, self._agent.metadata), identity.key)
             # decodes our own metadata with the checks that peers will make
@@ -171,12 +173,6 @@ class RankTransfer:
             raise EngineClosedError(f"{self._where} was shut down")
         return self._agent
 
-    def _register_own(self, agent: Agent) -> None:
-        self._register_pages(agent)
-        checks = self._checks.words if self._checks else []
-        words = [(array.ctypes.data, array.nbytes, 0) for array in (self.words, *checks)]
-        agent.register(words, MemoryType.DRAM)
-
     def _make_reader(self) -> Agent:
         agent = self._make_agent(next(self._reader_names), self.memory_type)
         self._register_pages(agent)
@@ -191,7 +187,7 @@ class RankTransfer:
         agent.register(pages, self.memory_type)
 
     def _describe(self, name: str, agent_metadata: bytes) -> RankMetadata:
-        shown = self._checks if self._shows_checks else None
+        shown = self._shown_checks
         return RankMetadata(
             engine_id=self.identity.engine_id,
             incarnation=self.identity.incarnation,
@@ -277,9 +273,9 @@ class RankTransfer:
 
     def seal(self, pages: Sequence[ArrayLike]) -> None:
         """Records the checksums of pages, before they are leased. `pages` has the page ids of each group."""
-        if self._checks is not None and self._shows_checks:
+        if self._shown_checks is not None:
             for group, ids in enumerate(pages):
-                self._checks.seal(group, ids)
+                self._shown_checks.seal(group, ids)
 
     def poll(self) -> list[ReaderNote | None]:
         """Serves peers and advances pulls. Returns the notes of readers, with None for each malformed note.

@@ -10,9 +10,9 @@ import pytest
 from kvcache.replica.block_table import PageCopy
 from tests.transfer.replicas import Engine
 from transfer.errors import AgentError
-from transfer.nixl.agent import BACKGROUND_RUNS
+from transfer.nixl.agent import BACKGROUND_RUNS, is_over
 from transfer.plan.runs import LONGEST_RUN, Runs
-from transfer.pull.parts import BACKGROUND_BYTES, FOREGROUND_BYTES, Part, is_over, longest_run
+from transfer.pull.parts import BACKGROUND_BYTES, FOREGROUND_BYTES, Part, longest_run
 from transfer.pull.pull_state import PullEvent
 
 KIB, MIB = 1 << 10, 1 << 20
