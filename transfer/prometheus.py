@@ -31,12 +31,14 @@ def _by(label: Sequence[T], read: Callable[[ReplicaTransfer, T], float]) -> Call
     )
 
 
-def _buckets(name: str) -> Callable[[Transfers], Iterator[Sample]]:
+def _of_pulls(name: str, field: str, text: str) -> Family:
+    """Returns the histogram of a field of `PullRecord`."""
+
     def read(thread: TransferThread) -> Histogram:
-        buckets = thread.replica.stats.buckets[name]
+        buckets = thread.replica.stats.buckets[field]
         return buckets.bounds, buckets.counts.copy(), buckets.total
 
-    return _each(read)
+    return Family(name, "histogram", text, _REPLICA, _each(read))
 
 
 def _queries(owner: PageExchange) -> Iterator[Sample]:
@@ -48,28 +50,12 @@ def _lent(owner: PageExchange) -> Iterator[Sample]:
 
 
 FAMILIES = (
-    Family(
-        "pagewire_pull_seconds",
-        "histogram",
-        "Duration of a rank's successful pull, from its start to its end.",
-        _REPLICA,
-        _buckets("total_s"),
+    _of_pulls("pagewire_pull_seconds", "total_s", "Duration of a rank's successful pull, from its start to its end."),
+    _of_pulls(
+        "pagewire_pull_post_seconds", "post_s", "The part of pagewire_pull_seconds that was spent on posting READs."
     ),
-    Family(
-        "pagewire_pull_post_seconds",
-        "histogram",
-        "The part of pagewire_pull_seconds that was spent on posting READs.",
-        _REPLICA,
-        _buckets("post_s"),
-    ),
-    Family("pagewire_pull_bytes", "histogram", "Bytes of a rank's successful pull.", _REPLICA, _buckets("num_bytes")),
-    Family(
-        "pagewire_pull_runs",
-        "histogram",
-        "NIXL descriptors of a rank's successful pull.",
-        _REPLICA,
-        _buckets("num_runs"),
-    ),
+    _of_pulls("pagewire_pull_bytes", "num_bytes", "Bytes of a rank's successful pull."),
+    _of_pulls("pagewire_pull_runs", "num_runs", "NIXL descriptors of a rank's successful pull."),
     Family(
         "pagewire_pull_busy_seconds_total",
         "counter",

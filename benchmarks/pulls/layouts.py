@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from kvcache.layout import PageLayout
 from transfer.plan.boxes import Group, ShardLayout
-from transfer.plan.shapes import dense_strides, from_tensor
+from transfer.plan.shapes import from_tensor
+
+
+def dense_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Returns the bytes between neighbours along each dimension of a dense tensor."""
+    return tuple(math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape)))
 
 
 def per_layer(layout: PageLayout, num_pages: int, axes: str, first_layer: int = 0) -> ShardLayout:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import msgspec
@@ -82,11 +81,6 @@ def from_tensor(
 def _five(found: dict[str, int], default: int) -> Sizes:
     layer, side, head, token, dim = (found.get(axis, default) for axis in AXES)
     return (layer, side, head, token, dim)
-
-
-def dense_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Returns the bytes between neighbours along each dimension of a dense tensor."""
-    return tuple(math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape)))
 
 
 def dense(layout: PageLayout, num_pages: int, first_layer: int = 0) -> ShardLayout:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 
+from benchmarks.pulls.layouts import dense_strides
 from kvcache.replica.block_table import PageCopy
 from tests.transfer.pair_model import GroupSpec, Pair, Side
 from tests.transfer.pair_ranks import EngineUnderTest, children, run_until, transfer
@@ -21,7 +22,7 @@ from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.plan.boxes import Group, ShardLayout
 from transfer.plan.page_lists import BlocksOfGroup
-from transfer.plan.shapes import SPLIT_HND, dense_strides, from_tensor
+from transfer.plan.shapes import SPLIT_HND, from_tensor
 from transfer.pull.lease import LeaseRef
 from transfer.pull.remote import RemoteEngine
 from transfer.wire.messages import RankMetadata, open_rank, sealed_rank

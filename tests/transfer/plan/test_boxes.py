@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.pulls.layouts import per_layer
+from benchmarks.pulls.layouts import dense_strides, per_layer
 from kvcache.layout import as_blocks
 from tests.transfer.plan_oracle import ORDERS, PER_LAYER, elements, page_layout, shard
 from transfer.errors import InvalidEngineError, MetadataError
 from transfer.plan.boxes import ADDRESS_LIMIT, MAX_INDEX, MAX_PAGES, Box, Group, ShardLayout, check, sub_box
-from transfer.plan.shapes import LATENT, SPLIT_NHD, dense, dense_strides, from_tensor
+from transfer.plan.shapes import LATENT, SPLIT_NHD, dense, from_tensor
 
 
 @pytest.mark.parametrize("order", ORDERS)
