@@ -380,7 +380,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "transfer.pull.exchange",
         [
-            Mutation("PageExchange._grant", "self._manager.end_lease(held)\n            raise", "raise"),
+            Mutation("PageExchange._grant", "undo.callback(self._manager.end_lease, held)", "pass"),
         ],
     ),
     Module(

@@ -59,17 +59,16 @@ _HOST = MemoryType.DRAM, MemoryType.DRAM
 
 @dataclass(eq=False)
 class _ChaosRead:
-    """A READ as its owner sees it: not posted yet, posted, or broken.
+    """A READ as its owner sees it. Its `handle` is None until the READ is posted.
 
     `flip` is the address of the byte that the fault "corrupt" changes.
     """
 
-    post: Callable[[], tuple[Handle, bool]]
+    post: Callable[[], Handle]
     polls: int
     fault: Fault | None
     flip: int
     handle: Handle = None
-    posted: bool = False
 
 
 class ChaosAgent(Agent):
@@ -123,13 +122,12 @@ class ChaosAgent(Agent):
         row = local[self._random.randrange(len(local))] if len(local) else None
         flip = int(row[0]) + self._random.randrange(int(row[1])) if row is not None else 0
 
-        def post() -> tuple[Handle, bool]:
-            return super(ChaosAgent, self).post("READ", peer, local, remote, note, memory_types)
+        def post() -> Handle:
+            return super(ChaosAgent, self).post("READ", peer, local, remote, note, memory_types)[0]
 
         read = _ChaosRead(post, polls, fault, flip)
         if not polls and len(local):
-            read.handle, _ = post()
-            read.posted = True
+            read.handle = post()
         return read
 
     def done(self, handle: Handle) -> bool:
@@ -137,10 +135,9 @@ class ChaosAgent(Agent):
         if handle.polls > 0:
             handle.polls -= 1
             return False
-        if not handle.posted and handle.flip:
-            handle.handle, _ = handle.post()
-            handle.posted = True
-        if handle.posted and not super().done(handle.handle):
+        if handle.handle is None and handle.flip:
+            handle.handle = handle.post()
+        if handle.handle is not None and not super().done(handle.handle):
             return False
         if handle.fault == "break":
             self.faults["break"] += 1
@@ -154,7 +151,7 @@ class ChaosAgent(Agent):
 
     def release(self, handle: Handle) -> None:
         """Like `Agent.release`, for a handle of `read`."""
-        if handle.posted:
+        if handle.handle is not None:
             super().release(handle.handle)
 
     def notify(self, peer: str, message: bytes) -> None:

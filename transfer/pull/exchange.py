@@ -7,6 +7,7 @@ runs the server that describes these engines to peers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -269,19 +270,13 @@ class PageExchange:
     ) -> Source | None:
         """Requests a lease of pages that the manager holds. If no slot is free, ends the hold and returns None."""
         replica: int = held.replica_idx
-        lease = None
-        try:
-            lease = slots[replica].take(duration_s, lease_id)
-            if lease is not None:
-                self.threads[replica].offer(LeaseOffer(name, lease, pages=pages, running=running))
-        except BaseException:
-            if lease is not None:
-                slots[replica].give_back(lease)
-            self._manager.end_lease(held)
-            raise
-        if lease is None:
-            self._manager.end_lease(held)
-            return None
+        with ExitStack() as undo:
+            undo.callback(self._manager.end_lease, held)
+            if (lease := slots[replica].take(duration_s, lease_id)) is None:
+                return None
+            undo.callback(slots[replica].give_back, lease)
+            self.threads[replica].offer(LeaseOffer(name, lease, pages=pages, running=running))
+            undo.pop_all()
         self._leases[replica][lease.lease_id] = (lease, held)
         return Source(self.address, self._names[replica], lease, self.incarnation)
 

@@ -169,10 +169,6 @@ class Puller:
         self._advance(pull)
         return pull
 
-    def get(self, key: str) -> RankPull | None:
-        """Returns the open pull of this name, or None."""
-        return self._pulls.get(key)
-
     def add(self, pull: RankPull, parts: list[Part], *, last: bool) -> None:
         """Adds parts that a pull must read, and a fence after them. With `last`, this fence ends the pull.
 

@@ -210,11 +210,9 @@ class HandshakeServer:
                     self._say(envelope, answer)
 
     def _answer(self, frames: list[bytes]) -> None:
-        identity, *rest = frames
-        envelope = [identity]
-        if rest and not rest[0]:
-            rest = rest[1:]  # a REQ socket puts an empty frame first, and expects it back
-            envelope = [identity, b""]
+        # a REQ socket puts an empty frame after its identity, and expects it back
+        envelope = frames[: 2 if b"" in frames[1:2] else 1]
+        identity, rest = frames[0], frames[len(envelope) :]
         query: msg.Query | msg.QueryRefusal
         try:
             query = msg.decode_query(rest[0]) if len(rest) == 1 else _refusal(f"{len(rest)} frames, 1 is expected")

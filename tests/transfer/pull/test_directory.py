@@ -27,7 +27,7 @@ from transfer.wire.messages import open_rank, sealed_rank
 def opened(reader: Engine, source: Source, key: str = "r") -> None:
     """Returns a pull that has loaded its source and waits for pages."""
     pull(reader, source, key, groups=None, timeout_s=60.0)
-    run(reader, until=lambda: all(rank.puller.get(key) for rank in reader.ranks))
+    run(reader, until=lambda: all(rank.puller._pulls.get(key) for rank in reader.ranks))
 
 
 def error_of(reader: Engine, key: str) -> str:

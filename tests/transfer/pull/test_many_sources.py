@@ -91,7 +91,7 @@ def test_a_source_is_polled_while_a_notification_to_it_may_be_in_flight(rank_of:
     rank.poll()
     assert sources[39].polls == 3
     # The failure makes the reader notify the source.
-    rank.puller.fail(rank.puller.get("r"), Failure(FailureKind.OTHER, "test"))
+    rank.puller.fail(rank.puller._pulls.get("r"), Failure(FailureKind.OTHER, "test"))
     rank.poll()
     rank.poll()
     assert sources[39].polls == 5

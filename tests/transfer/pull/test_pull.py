@@ -110,17 +110,17 @@ class Rig:
         return self.puller.open(key, self.engine, options.get("lease", LEASE), options.get("timeout_s", 100.0))
 
     def add(self, *parts: Part, key: str = "r", last: bool = True) -> None:
-        pull = self.puller.get(key)
+        pull = self.puller._pulls.get(key)
         assert pull is not None
         self.puller.add(pull, list(parts), last=last)
 
     def fail(self, key: str, failure: Failure) -> None:
         """Fails the pull with this key, if it is open."""
-        if (pull := self.puller.get(key)) is not None:
+        if (pull := self.puller._pulls.get(key)) is not None:
             self.puller.fail(pull, failure)
 
     def passed(self, key: str) -> int:
-        pull = self.puller.get(key)
+        pull = self.puller._pulls.get(key)
         return 0 if pull is None else pull.passed
 
     def polled(self, times: int = 4) -> list[PullEvent]:
@@ -548,7 +548,7 @@ def test_an_engine_s_pulls_are_given_up_together_and_no_others(rig: Rig) -> None
     rig.agent.end(0)
     assert [event.key for event in rig.polled()] == ["r", "r"]
     assert not rig.puller.uses(rig.engine)
-    assert rig.puller.get("s") is not None
+    assert rig.puller._pulls.get("s") is not None
     with pytest.raises(PullFailedError, match="engine 'p' was lost: gone"):
         rig.open("t")
 
@@ -647,12 +647,12 @@ def test_pulls_that_wait_for_further_pages_are_not_polled_and_their_leases_are_r
 
 def test_a_pull_fails_at_its_deadline_and_its_state_can_be_looked_up(rig: Rig) -> None:
     rig.open(timeout_s=10.0)
-    pull = rig.puller.get("r")
+    pull = rig.puller._pulls.get("r")
     assert pull is not None
     assert (pull.key, pull.deadline) == ("r", 60.0)
     rig.now = 60.0
     assert rig.polled()[-1] == PullEvent("r", "timed out after 10 s, waiting for more pages", safe=True)
-    assert rig.puller.get("r") is None
+    assert rig.puller._pulls.get("r") is None
 
 
 @pytest.mark.parametrize("timed", [True, False])
@@ -1116,8 +1116,8 @@ def test_the_part_of_a_pull_at_once_is_settled_when_its_read_has_ended_even_if_t
 
 def test_a_pull_that_is_opened_is_the_one_that_is_added_to(rig: Rig) -> None:
     opened = rig.puller.open("r", rig.engine, LEASE, 9.0)
-    assert rig.puller.get("r") is opened
-    assert rig.puller.get("s") is None
+    assert rig.puller._pulls.get("r") is opened
+    assert rig.puller._pulls.get("s") is None
 
 
 def test_nothing_can_be_added_to_a_failed_pull_that_is_still_in_flight(rig: Rig) -> None:

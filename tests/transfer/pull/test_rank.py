@@ -28,7 +28,7 @@ def test_copies_that_never_end_are_given_up_at_the_limit_with_the_agent_that_mak
     d.hindrances[0].held = True
     d.replica.pull("r", p.source(p.offer()), 2.0)
     d.replica.add_pages("r", WHOLE, last=True)
-    run(p, q, d, until=lambda: d.hindrances[0].reads and d.ranks[0].puller.get("other"))
+    run(p, q, d, until=lambda: d.hindrances[0].reads and d.ranks[0].puller._pulls.get("other"))
     agent = d.ranks[0].remote("p").agent
     clock.now += 2.1
     run(p, q, d, until=lambda: d.pulls)

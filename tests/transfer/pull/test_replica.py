@@ -101,7 +101,7 @@ def test_a_lease_that_has_ended_fails_the_pull(engine: Any, when: str) -> None:
     else:
         pull(d, p.source(lease), groups=None)
         d.replica.add_pages("r", WHOLE, last=False)
-        run(p, d, until=lambda: all(len(rank.puller) and not rank.puller.get("r").reading for rank in d.ranks))
+        run(p, d, until=lambda: all(len(rank.puller) and not rank.puller._pulls.get("r").reading for rank in d.ranks))
         p.replica.revoke(lease.lease_id, "aborted")
         assert not d.pulls
         d.replica.add_pages("r", [PageCopy([], [], (48, 48))], last=True)
@@ -604,7 +604,7 @@ def test_a_pull_has_ended_when_every_reading_rank_has_its_part(engine: Any) -> N
     p, d = engine("p", 2), engine("d", 2)
     d.hindrances[1].held = True
     pull(d, p.source(p.offer()))
-    run(p, d, until=lambda: d.hindrances[1].reads and d.ranks[0].puller.get("r") is None)
+    run(p, d, until=lambda: d.hindrances[1].reads and d.ranks[0].puller._pulls.get("r") is None)
     for _ in range(20):
         p.poll()
         d.poll()
@@ -619,7 +619,7 @@ def test_only_tokens_that_every_rank_has_passed_may_be_kept(engine: Any) -> None
     d.hindrances[1].held = True
     d.replica.pull("r", p.source(p.offer()), 20.0)
     d.replica.add_pages("r", WHOLE, last=False)
-    run(p, d, until=lambda: (one := d.ranks[0].puller.get("r")) and one.passed == 1 and d.hindrances[1].reads)
+    run(p, d, until=lambda: (one := d.ranks[0].puller._pulls.get("r")) and one.passed == 1 and d.hindrances[1].reads)
     d.replica.cancel("r", "enough")
     d.hindrances[1].held = False
     run(p, d, until=settled(d))
