@@ -263,7 +263,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         "transfer.pull.replica",
         [
             Mutation("ReplicaTransfer._pull_at_once", "self.directory.use(", "self.directory.ready("),
-            Mutation("ReplicaTransfer._fail", "safe = pull.is_safe", "safe = True"),
+            Mutation("ReplicaTransfer._fail", "safe = all(one.is_over for one in pull.reads)", "safe = True"),
         ],
     ),
     Module(

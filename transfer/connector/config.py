@@ -215,8 +215,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing = Timing()
 
     def __repr__(self) -> str:
-        hidden = ("key", "secret")
-        shown = [f"{name}={'...' if name in hidden else repr(getattr(self, name))}" for name in self.__struct_fields__]
+        shown = [f"{name}={'...' if name in _HIDDEN else repr(getattr(self, name))}" for name in self.__struct_fields__]
         return f"WorkerConfig({', '.join(shown)})"
 
     @property

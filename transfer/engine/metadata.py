@@ -6,7 +6,6 @@ digest, and `check_metadata` checks everything before NIXL sees any of it.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from typing import Annotated
 
@@ -16,6 +15,7 @@ from msgspec import Meta
 from transfer.errors import InvalidTransferError, MetadataError
 from transfer.memory import MemoryType
 from transfer.plan.boxes import ADDRESS_LIMIT, MAX_PAGES
+from transfer.wire.messages import digest_of
 
 WIRE_VERSION = 2
 """Version of the structs below. It increases with each change that an older reader would misread."""
@@ -112,14 +112,9 @@ class TransferReqData(_Sent, frozen=True, kw_only=True, tag="transfer_request"):
         return self.src_replica_idx, self.src_idxs
 
 
-def _digest(metadata: KVTransferEngineMetadata) -> bytes:
-    blank = msgspec.structs.replace(metadata, digest=b"")
-    return hashlib.blake2b(msgspec.msgpack.encode(blank), digest_size=16).digest()
-
-
 def sealed(metadata: KVTransferEngineMetadata) -> KVTransferEngineMetadata:
     """Returns `metadata` with its digest filled in."""
-    return msgspec.structs.replace(metadata, digest=_digest(metadata))
+    return msgspec.structs.replace(metadata, digest=digest_of(metadata))
 
 
 def encode(struct: KVTransferEngineMetadata | TransferReqData, key: bytes = b"") -> bytes:
@@ -183,7 +178,7 @@ def _check(metadata: KVTransferEngineMetadata) -> None:
     engine = f"metadata of engine {metadata.name!r}"
     if metadata.version != WIRE_VERSION:
         raise MetadataError(f"{engine} has wire version {metadata.version}; this engine speaks {WIRE_VERSION}")
-    if metadata.digest != _digest(metadata):
+    if metadata.digest != digest_of(metadata):
         raise MetadataError(f"{engine} was changed in transit: its digest does not match")
     if not metadata.incarnation:
         raise MetadataError(f"{engine} lacks an incarnation")

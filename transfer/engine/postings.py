@@ -126,8 +126,7 @@ class Postings:
 
     def requests(self, *, is_read: bool) -> dict[str, TransferReqData]:
         """Returns, by transfer name, the requests of the READs (or of the WRITEs) that are not cleaned up."""
-        started = {name: posting.request for name, posting in self.started.items()}
-        return {name: request for name, request in started.items() if request.is_read is is_read}
+        return {name: one.request for name, one in self.started.items() if one.request.is_read is is_read}
 
     def start(self, posting: Posting, shards: Sequence[TensorAgent], runs: Runs) -> None:
         """Posts every shard of a transfer."""

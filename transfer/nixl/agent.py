@@ -162,11 +162,8 @@ class Agent:
         # which takes 3 of 11 µs. The bindings' agent object is not stored here: it is destroyed with its last
         # reference, and `close` must be able to destroy it.
         bindings: Any = importlib.import_module("nixl._bindings")
-        self._descriptors, self._ended, self._self = (
-            bindings.nixlXferDList,
-            bindings.NIXL_SUCCESS,
-            bindings.NIXL_INIT_AGENT,
-        )
+        self._descriptors, self._ended = bindings.nixlXferDList, bindings.NIXL_SUCCESS
+        self._self = bindings.NIXL_INIT_AGENT
         self._handle: Any = api.nixl_xfer_handle
 
     def register(self, regions: Sequence[tuple[int, int, int]], memory_type: MemoryType | None = None) -> Any:

@@ -132,18 +132,12 @@ class Plan:
         if group.local.state or size != group.remote.page_size:
             return ()
         none = np.empty(0, np.int64)
-        found = [
-            _Run(ours[region] + offset, theirs[there] + remote, length, runs.local_page, runs.remote_page)
-            for runs in group.page_runs(PieceKind(0, 0, size, none, none))
-            for region, offset, there, remote, length in zip(
-                runs.local_region.tolist(),
-                runs.local_offset.tolist(),
-                runs.remote_region.tolist(),
-                runs.remote_offset.tolist(),
-                runs.length.tolist(),
-                strict=True,
-            )
-        ]
+        found: list[_Run] = []
+        for runs in group.page_runs(PieceKind(0, 0, size, none, none)):
+            columns = runs.local_region, runs.local_offset, runs.remote_region, runs.remote_offset, runs.length
+            for here, local, there, remote, length in zip(*(column.tolist() for column in columns), strict=True):
+                first = ours[here] + local, theirs[there] + remote
+                found.append(_Run(*first, length, runs.local_page, runs.remote_page))
         return tuple(found) if len(found) <= MOST_FEW else ()
 
     def staging(self, group: int) -> StagingPlan:

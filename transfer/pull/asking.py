@@ -187,13 +187,16 @@ class PageAsks:
             self._end(ask)
             return
         source = Source(*ask.place, LeaseRef(pages.lease_id, pages.slot, pages.duration_s), pages.incarnation)
-        if fault := self._fault(ask, pages):
+        size = pages.num_tokens // ask.query.page_size * len(pages.prompt_digest)
+        # the digests of the leased pages; empty if more pages were leased than the question has digests
+        digests = ask.digests[:size] if size <= len(ask.digests) else b""
+        if fault := self._fault(ask, pages, digests):
             self._end(ask, error=f"{where}: lease {pages.lease_id:#018x} {fault}")
             self._give_back(ask.replica, source, fault)
         else:
-            self._end(ask, source, self._table(ask, pages))
+            self._end(ask, source, self._table(ask, pages, digests))
 
-    def _fault(self, ask: _Question, pages: LeasedPages) -> str:
+    def _fault(self, ask: _Question, pages: LeasedPages, digests: bytes) -> str:
         """Returns how the leased pages differ from the requested pages. The text is empty if they do not differ."""
         count, rest = divmod(pages.num_tokens, ask.query.page_size)
         groups, beside = pages.block_ids[: self._tables], pages.block_ids[self._tables :]
@@ -204,17 +207,11 @@ class PageAsks:
                 f"covers {pages.num_tokens} tokens in {most} pages of {len(groups)} tables and {len(beside)} states; "
                 f"this engine has {self._tables} tables and {self._beside} states"
             )
-        own = self._digests(ask, pages)
-        if not own or own[-len(pages.prompt_digest) :] != pages.prompt_digest:
+        if not digests or digests[-len(pages.prompt_digest) :] != pages.prompt_digest:
             return "holds other pages than this engine asked for"
         return ""
 
-    def _digests(self, ask: _Question, pages: LeasedPages) -> bytes:
-        """Returns the digests of the leased pages. Empty if more pages were leased than the question has digests."""
-        size = pages.num_tokens // ask.query.page_size * len(pages.prompt_digest)
-        return ask.digests[:size] if size <= len(ask.digests) else b""
-
-    def _table(self, ask: _Question, pages: LeasedPages) -> BlockTable:
+    def _table(self, ask: _Question, pages: LeasedPages, digests: bytes) -> BlockTable:
         return BlockTable(
             request_id=ask.key,
             replica_idx=0,
@@ -224,7 +221,7 @@ class PageAsks:
             kinds=self._kinds,
             fingerprint="",  # left empty, because the layouts are compared when the transfer plan is made
             hash_algorithm=ask.query.hash_algorithm,
-            digests=self._digests(ask, pages),
+            digests=digests,
             first_page=ask.query.first_page,
             seals=(pages.table_seal,),
         )

@@ -238,14 +238,12 @@ class Directory:
 
     def _load(self, peer: Peer, remotes: Sequence[RemoteEngine]) -> None:
         address, engine_id = peer.place
-        loaded: list[RankTransfer] = []
         try:
             for rank, remote in zip(self._ranks, remotes, strict=True):
                 rank.load(remote)
-                loaded.append(rank)
         except TransferError as error:
-            for rank in loaded:
-                rank.disconnect(engine_id, error.failure)
+            for rank in self._ranks:
+                rank.disconnect(engine_id, error.failure, remotes[0].incarnation)
             raise
         peer.incarnation = remotes[0].incarnation
         for other in [other for other in self._peers.values() if other.place[1] == engine_id]:

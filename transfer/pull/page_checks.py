@@ -105,12 +105,8 @@ def same_pages(local: ShardLayout, remote: ShardLayout) -> bool:
 
     def shape(layout: ShardLayout) -> list[object]:
         return [
-            (
-                group.page_size,
-                group.state,
-                [(box.kind, box.dtype, box.first, box.extent, box.strides) for box in group.boxes],
-            )
-            for group in layout.groups
+            (of.page_size, of.state, [(box.kind, box.dtype, box.first, box.extent, box.strides) for box in of.boxes])
+            for of in layout.groups
         ]
 
     return shape(local) == shape(remote)

@@ -12,7 +12,7 @@ from kvcache.replica.block_table import BlockTable
 from transfer.errors import InvalidTransferError, PullFailedError
 from transfer.failures import Failure, FailureKind
 from transfer.nixl.agent import Agent, Handle
-from transfer.plan.page_lists import PageLists, with_blocks
+from transfer.plan.page_lists import PageLists
 from transfer.pull.lease import CLEARED, LeaseRef
 from transfer.pull.parts import Part
 from transfer.pull.remote import RemoteEngine
@@ -181,11 +181,6 @@ class ReplicaPull:
     begins: tuple[int, ...] = ()
 
     @property
-    def is_safe(self) -> bool:
-        """Whether no rank has anything in flight."""
-        return all(one.is_over for one in self.reads)
-
-    @property
     def passed(self) -> int:
         """The number of calls of `add_pages` whose pages have passed a fence on every rank."""
         return min((one.passed for one in self.reads), default=0)
@@ -195,14 +190,6 @@ class ReplicaPull:
         """The times of the last fence over all ranks; None if pulls are not timed."""
         fence_at = max(one.fence_at for one in self.reads)
         return PullTimes(fence_at, max(one.over_at for one in self.reads)) if fence_at else None
-
-    def next_pages(self, key: str) -> Reading:
-        """Removes and returns the first waiting `Reading`. Fills in the source's blocks if the source named them."""
-        reading = self.waiting.popleft()
-        if self.pages is None:
-            return reading
-        there = self.pages.block_ids, self.pages.num_tokens
-        return reading._replace(groups=with_blocks(f"request {key!r}", reading.groups, *there))
 
 
 def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float) -> None:

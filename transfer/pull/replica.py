@@ -20,7 +20,7 @@ from transfer.errors import PullFailedError, TransferError
 from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
 from transfer.nixl.settings import effective_settings, reaches_other_hosts
-from transfer.plan.page_lists import PageLists
+from transfer.plan.page_lists import PageLists, with_blocks
 from transfer.pull.directory import Directory, Peer, Times
 from transfer.pull.lease import Lease, LeaseBook, LeaseRef
 from transfer.pull.pull_state import PullEvent, Reading, ReplicaPull
@@ -514,14 +514,16 @@ class ReplicaTransfer:
             pull.reads.append(rank.puller.open(key, remote, source.lease, left))
 
     def _read_next(self, key: str, pull: ReplicaPull, source: Source) -> None:
-        """Reads the first waiting pages on every rank."""
-        reading = pull.next_pages(key)
-        pull.reads[0].engine.check_tables(key, source.lease, reading.tables)
+        """Reads the first waiting pages on every rank. Fills in the source's blocks if the source named them."""
+        groups, last, tables = pull.waiting.popleft()
+        if (named := pull.pages) is not None:
+            groups = with_blocks(f"request {key!r}", groups, named.block_ids, named.num_tokens)
+        pull.reads[0].engine.check_tables(key, source.lease, tables)
         for rank, one in zip(self.ranks, pull.reads, strict=True):
-            rank.puller.add(one, one.engine.parts(key, reading.groups), last=reading.last)
-        if pull.pages is not None:
-            begins = [one.engine.begins(reading.groups) for one in pull.reads]
+            rank.puller.add(one, one.engine.parts(key, groups), last=last)
+        if named is not None:
             # for each group, the latest first token over all ranks
+            begins = [one.engine.begins(groups) for one in pull.reads]
             pull.begins = tuple(map(max, zip(*begins, strict=True)))
 
     def _on_rank(self, event: PullEvent) -> None:
@@ -555,7 +557,7 @@ class ReplicaTransfer:
             # If the pull could not be opened on one of the ranks, `pull.reads` has fewer entries than there are ranks.
             for rank, one in zip(self.ranks, pull.reads, strict=False):
                 rank.puller.withdraw(one, failure)
-        safe = pull.is_safe
+        safe = all(one.is_over for one in pull.reads)  # no rank has anything in flight
         if safe:
             del self._pulls[key]
             self._unstarted.discard(key)

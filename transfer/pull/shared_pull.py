@@ -205,16 +205,15 @@ class SharedPull:
         found: list[PageCopy] = []
         for group, pages in zip(self._groups, holding.groups, strict=True):
             local, remote, (begin, end) = pages
+            token, after = max(first, begin), min(stop, end)
             if group.state:
                 found.append(pages if begin < end <= stop else NOTHING)
-                continue
-            token, after = max(first, begin), min(stop, end)
-            if token >= after:
+            elif token >= after:
                 found.append(NOTHING)
-                continue
-            ours, theirs = self._sizes
-            here, there = _of_tokens(local, begin, token, after, ours), _of_tokens(remote, begin, token, after, theirs)
-            found.append(PageCopy(here, there, (token, after)))
+            else:
+                sides = zip((local, remote), self._sizes, strict=True)
+                here, there = (_of_tokens(side, begin, token, after, size) for side, size in sides)
+                found.append(PageCopy(here, there, (token, after)))
         return found
 
     def next_run(self, part: _SourcePart, now: float) -> tuple[int, int] | None:

@@ -310,23 +310,24 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_T], data: bytes, kind: str) -> _T
         raise MetadataError(f"{len(data)} bytes cannot be read as {kind} of protocol {PROTOCOL}: {error}") from error
 
 
-def _digest(message: RankMetadata | LeasedPages, key: bytes) -> bytes:
+def digest_of(message: msgspec.Struct, key: bytes = b"") -> bytes:
+    """Returns the digest over all fields of a message except its `digest`, under `key` if it is not empty."""
     blank = _encoder.encode(msgspec.structs.replace(message, digest=b""))
     return hashlib.blake2b(blank, digest_size=16, key=hashlib.sha256(key).digest() if key else b"").digest()
 
 
 def sealed_rank(rank: RankMetadata, key: bytes = b"") -> bytes:
     """Returns the encoded metadata of a rank, sealed with a digest under `key`, which all peers must share."""
-    return _encoder.encode(msgspec.structs.replace(rank, digest=_digest(rank, key)))
+    return _encoder.encode(msgspec.structs.replace(rank, digest=digest_of(rank, key)))
 
 
 def sealed_pages(pages: LeasedPages, key: bytes = b"") -> bytes:
     """Returns the encoded pages of a lease, sealed as by `sealed_rank`."""
-    return _encoder.encode(msgspec.structs.replace(pages, digest=_digest(pages, key)))
+    return _encoder.encode(msgspec.structs.replace(pages, digest=digest_of(pages, key)))
 
 
 def _check_seal(where: str, message: RankMetadata | LeasedPages, key: bytes) -> None:
-    if not hmac.compare_digest(message.digest, _digest(message, key)):
+    if not hmac.compare_digest(message.digest, digest_of(message, key)):
         raise MetadataError(f"{where} was changed in transit or made with another key: its digest does not match")
 
 
