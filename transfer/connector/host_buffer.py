@@ -85,7 +85,9 @@ class HostBuffers:
         """Copies pages by index between tensors on any devices."""
         for name, cache in source.items():
             for there, here in zip(tensors_of(cache), tensors_of(target[name]), strict=True):
-                axis = _page_axis(there, self._group_of[name])
+                group = self._group_of[name]
+                axes = group.state[0].axes.split(",") if group.is_state else _names(there, group)
+                axis = axes.index("page")
                 picked = there.index_select(axis, torch.as_tensor(source_pages, device=there.device))
                 rows = torch.as_tensor(target_pages, device=here.device)
                 here.index_copy_(axis, rows, picked.to(here.device))
@@ -100,11 +102,6 @@ def _names(tensor: torch.Tensor, group: GroupConfig) -> list[str]:
         return []
     names = group.axes.split(",")
     return names if tensor.dim() == len(names) else [name for name in names if name != "side"]
-
-
-def _page_axis(tensor: torch.Tensor, group: GroupConfig) -> int:
-    names = group.state[0].axes.split(",") if group.is_state else _names(tensor, group)
-    return names.index("page")
 
 
 def _host_copy(tensor: torch.Tensor, group: GroupConfig) -> torch.Tensor:

@@ -126,8 +126,7 @@ class Directory:
 
         `on_ready` or `on_lost` reports the outcome.
         """
-        if (peer := self._peers.get(place)) is None:
-            peer = self._peers[place] = Peer(place)
+        peer = self._peers.setdefault(place, Peer(place))
         peer.used = self._clock()
         if peer.connecting or self._is_connected(peer):
             return

@@ -110,8 +110,9 @@ class Lease:
     slot: int  # index of the lease word
     duration_s: float  # the duration of a grant and of each renewal
     engines: int  # how many reading engines must finish before the lease ends
-    deadline: float  # when the lease expires, by the clock of its `LeaseBook`; a renewal extends it
-    last_deadline: float  # renewals do not extend `deadline` beyond this
+    # When the lease expires, by the clock of its `LeaseBook`; a renewal extends it. Inf if the clock has not started.
+    deadline: float = math.inf
+    last_deadline: float = math.inf  # renewals do not extend `deadline` beyond this
     # For each reading engine, the notes by which its ranks have said that they have finished, as pairs: the local rank
     # that got the note, and the reading rank that sent it.
     heard: dict[str, set[tuple[int, int]]] = field(default_factory=dict[str, set[tuple[int, int]]])
@@ -193,12 +194,9 @@ class LeaseBook:
             raise InvalidLeaseError(
                 f"{lease}: its duration is {duration_s} s for {engines} engines; both must be above 0"
             )
-        now = math.inf if running else self._clock()
-        granted = Lease(
-            lease_id, request_id, slot, duration_s, engines, now + duration_s, now + duration_s * self._longest
-        )
-        self._by_id[lease_id] = self._slots[slot] = granted
-        self._next_deadline = min(self._next_deadline, granted.deadline)
+        granted = self._by_id[lease_id] = self._slots[slot] = Lease(lease_id, request_id, slot, duration_s, engines)
+        if not running:
+            self.start_clock(lease_id)
         for words in self.words:
             words[slot] = lease_id
         return granted
