@@ -34,19 +34,17 @@ class _Storages:
     """
 
     def __init__(self) -> None:
-        self.bases: list[int] = []
+        self.regions: dict[int, int] = {}  # by the address of a storage, in order
         self.sizes: list[int] = []
-        self._known: dict[int, int] = {}
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Returns the region of a tensor and its offset in that region, in bytes."""
         storage = tensor.untyped_storage()
         base = storage.data_ptr()
-        if base not in self._known:
-            self._known[base] = len(self.bases)
-            self.bases.append(base)
+        if base not in self.regions:
+            self.regions[base] = len(self.sizes)
             self.sizes.append(storage.nbytes())
-        return self._known[base], tensor.data_ptr() - base
+        return self.regions[base], tensor.data_ptr() - base
 
 
 def cache_layout(config: WorkerConfig, caches: Mapping[str, Cache], cross_layer: Sequence[str] = ()) -> ShardMemory:
@@ -81,7 +79,7 @@ def cache_layout(config: WorkerConfig, caches: Mapping[str, Cache], cross_layer:
             f"{where}: {len(missing)} of its layers have no cache ({min(missing)!r} is the first): with pp_size 1 "
             "a rank needs the caches of all layers"
         )
-    return ShardMemory(layout, tuple(storages.bases), devices.pop())
+    return ShardMemory(layout, tuple(storages.regions), devices.pop())
 
 
 def _group(
