@@ -106,19 +106,15 @@ class Directory:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def ready(self, place: Place) -> Peer | None:
-        """Returns the engine at a place if all local ranks have loaded it; otherwise None."""
-        peer = self._peers.get(place)
-        return peer if peer is not None and self._is_connected(peer) else None
-
     def use(self, place: Place) -> Peer | None:
         """Returns the engine at a place if all local ranks have loaded it; otherwise None.
 
         Also records the current time as the engine's last use, so that the engine is not forgotten as idle.
         """
-        peer = self.ready(place)
-        if peer is not None:
-            peer.used = self._clock()
+        peer = self._peers.get(place)
+        if peer is None or not self._is_connected(peer):
+            return None
+        peer.used = self._clock()
         return peer
 
     def connect(self, place: Place) -> None:

@@ -65,7 +65,6 @@ class RemoteEngine:
         self.read_ranks = tuple(at for at, _ in held)
         # The plans are made now, so that an impossible plan is noticed at first contact.
         self._plans = [self._plan(at, local, mine) for at, local in held]
-        self._loaded: list[str] = []
         self._agent: Agent | None = None
 
     @property
@@ -89,20 +88,17 @@ class RemoteEngine:
         try:
             for found in self.ranks:
                 agent.add_peer(found.agent_name, found.agent_metadata)
-                self._loaded.append(found.agent_name)
         except AgentError:
             self.unload()
             raise
 
     def unload(self) -> None:
         """Unloads all ranks. After this the caller may reuse the agent. No transfer may be in flight."""
-        loaded, self._loaded = self._loaded, []
         agent, self._agent = self._agent, None
-        if agent is None or not agent.is_open:
-            return
-        for name in loaded:
-            with suppress(AgentError):  # NIXL's errors about a dead peer are of no use
-                agent.remove_peer(name)
+        if agent is not None and agent.is_open:
+            for found in self.ranks:
+                with suppress(AgentError):  # NIXL's errors about a dead peer, or one that it refused, are of no use
+                    agent.remove_peer(found.agent_name)
 
     def parts(self, key: str, groups: PageLists) -> list[Part]:
         """Returns the parts of a pull, in order: the runs to read from each rank that holds some of the pages.

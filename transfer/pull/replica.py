@@ -294,7 +294,7 @@ class ReplicaTransfer:
         for group, size in zip(groups, sizes, strict=True):
             local: Any = group[0]
             num_bytes += len(local) * size
-        return num_bytes <= _SMALL_BYTES and self.directory.ready(source.place) is not None
+        return num_bytes <= _SMALL_BYTES and self.directory.use(source.place) is not None
 
     def _ask(self, key: str) -> None:
         """Asks the source of a pull which pages its lease holds. Does nothing if the pages are known."""
