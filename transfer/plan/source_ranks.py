@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -17,10 +16,6 @@ from transfer.plan.boxes import Box, Group, Index, ShardLayout, sub_box
 _NOBODY = -1
 # 128 layers of 64 heads on 64 ranks, K and V apart, are a million cells; only a malicious peer has more than this
 _MAX_CELLS = 1 << 24
-BoxSlices: TypeAlias = tuple[slice, ...]
-"""A box of cells, as one slice for each axis."""
-Corners: TypeAlias = tuple[Index, Index]
-"""A box of cells: its first cell, and the cell after its last one on each axis."""
 
 
 def sources(local: ShardLayout, remotes: Sequence[ShardLayout], local_rank: int) -> list[tuple[int, ShardLayout]]:
@@ -89,7 +84,7 @@ class _Grid:
                 f"cells; at most {_MAX_CELLS} are allowed"
             )
         holders = np.zeros(shape, np.bool_)
-        self.cells: list[BoxSlices] = []
+        self.cells: list[tuple[slice, ...]] = []
         """The cells of each box of the local shard."""
         for number, begins, ends in zip(shard, start.tolist(), stop.tolist(), strict=True):
             cells = tuple(map(slice, begins, ends))
@@ -129,7 +124,7 @@ class _Grid:
 
         The cuts through a box are straight, so that it has few parts.
         """
-        known: dict[tuple[bytes, tuple[int, ...]], list[Corners]] = {}
+        known: dict[tuple[bytes, tuple[int, ...]], list[tuple[Index, Index]]] = {}
         for cells in self.cells:
             inside = self.owner[cells]
             key = (inside.tobytes(), inside.shape)  # most layers are alike, so the result is cached
@@ -139,7 +134,7 @@ class _Grid:
                 (int(inside[first]), self._place(cells, first), self._place(cells, end)) for first, end in known[key]
             ]
 
-    def _place(self, cells: BoxSlices, at: Index) -> Index:
+    def _place(self, cells: tuple[slice, ...], at: Index) -> Index:
         layers, sides, heads, dims = self._ends
         layer, side, head, dim = cells
         return (
@@ -150,10 +145,11 @@ class _Grid:
         )
 
 
-def _uniform(owner: NDArray[np.int64], at: Index) -> Iterator[Corners]:
-    """Cuts an array of owners into boxes that have one owner each. Yields the corners of each box.
+def _uniform(owner: NDArray[np.int64], at: Index) -> Iterator[tuple[Index, Index]]:
+    """Cuts an array of owners into boxes that have one owner each.
 
-    `at` is the index of the array's first cell.
+    Yields the corners of each box: its first cell, and the cell after its last one on each axis. `at` is the index of
+    the array's first cell.
     """
     for axis in range(owner.ndim):
         along = np.moveaxis(owner, axis, 0).reshape(owner.shape[axis], -1)

@@ -25,12 +25,6 @@ from transfer.pull.seals import TableSeals
 from transfer.pull.source import Source
 from transfer.wire.messages import ContentQuery, LeasedPages, LeaseReply, sealed_pages
 
-Grant = Callable[[Any, BlockTable], Source | None]
-"""Requests a lease, given the manager's hold on the pages and their block table.
-
-Returns None if every lease slot is taken.
-"""
-
 LENT_S = 10.0  # in seconds: duration of a lease. It is short, because its reader is waiting and renews it
 _KNOWN = 4096  # the most questions to a replica whose answers are kept
 _MOST_ASKED = 64  # the most questions to a replica that wait for the loop; each may have half a MiB of digests
@@ -66,8 +60,9 @@ class PageLending:
     """Leases pages of a manager's replicas to readers that ask for them by digest.
 
     Any thread may call `answer`. Only the serving loop may make the other calls. For each question, `ring` is called on
-    the handshake server's thread; it must make the serving loop call `poll`. `grant` requests a lease. `key` is the key
-    of the digests that authenticate the answers, and `seals` makes the seals of lent tables.
+    the handshake server's thread; it must make the serving loop call `poll`. `grant` requests a lease, given the
+    manager's hold on the pages and their block table; it returns None if every lease slot is taken. `key` is the key of
+    the digests that authenticate the answers, and `seals` makes the seals of lent tables.
 
     Requests of this process take precedence over readers. Therefore at most the fraction `share` of a replica's token
     pages is leased to readers at the same time, and at most this fraction of its pages for recurrent states. Beyond the
@@ -82,7 +77,7 @@ class PageLending:
     def __init__(
         self,
         manager: PageOwner,
-        grant: Grant,
+        grant: Callable[[Any, BlockTable], Source | None],
         ring: Callable[[], None],
         *,
         share: float,
