@@ -255,7 +255,7 @@ class RankTransfer:
                     remote.verifier = Verifier(self._checks, self._mine, remote.ranks[at], self._verify, agent)
             remote.load(agent)
         except TransferError:
-            self._give_back(agent)
+            self._put_back(agent)
             raise
         self._remotes[remote.engine_id] = remote
         return remote
@@ -340,9 +340,9 @@ class RankTransfer:
         if agent.is_open:
             # The verifier's words were registered with this agent, and are freed with the verifier. Such an agent is
             # therefore destroyed instead of being reused.
-            self._give_back(agent, reuse=remote.verifier is None)
+            self._put_back(agent, reuse=remote.verifier is None)
 
-    def _give_back(self, agent: Agent, *, reuse: bool = True) -> None:
+    def _put_back(self, agent: Agent, *, reuse: bool = True) -> None:
         """Keeps an agent that has no peer for the next source if `reuse` is True and none is kept, or destroys it."""
         if self._spare is None and reuse:
             self._spare = agent
