@@ -1,6 +1,6 @@
 """Block tables from other managers: exports a table, reserves pages for a table from elsewhere, publishes copied pages.
 
-Until `commit_import`, an import's pages are neither in the prefix index nor in the inputs of a batch. So nothing reads
+Until `commit_import`, an import's pages are neither in the prefix index nor in the inputs of a batch, so nothing reads
 bytes that have not arrived.
 
 With several block tables (`params.groups`), each table reuses the pages that it finds in the local cache. A table of
@@ -200,7 +200,7 @@ def _check_digests(
     Without this check, pages of another prompt or salt could be published here under this prompt's digests.
     """
     if not table.hash_algorithm:
-        # The source has no prefix caching. So its requests share no pages, and the pages cannot hold another prompt.
+        # The source has no prefix caching, so its requests share no pages, and the pages cannot hold another prompt.
         return None
     algorithm: HashAlgorithm | None = next((known for known in usable_hashes() if known == table.hash_algorithm), None)
     if algorithm is None:
@@ -406,7 +406,7 @@ def takes_any_part(replica: Replica) -> bool:
 def check_pages(
     replica: Replica, replica_idx: int, context: SafeContext, table: BlockTable, others: Sequence[BlockTable]
 ) -> PendingImport:
-    """Make an import of full pages that no request waits for. `begin_pages` gives the import its pages.
+    """Create an import of full pages that no request waits for. `begin_pages` gives the import its pages.
 
     The pages may begin anywhere in a prompt. Raises `BlockTableMismatchError` unless all tables hold full pages of the
     context's tokens, with this manager's page size and hash algorithm.

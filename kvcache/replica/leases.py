@@ -21,7 +21,7 @@ from kvcache.types import RequestID
 PagesBefore = Callable[[int, int], Pages]
 """Takes a row and a column of the block table. Returns the pages of the row before this column."""
 Seal = Callable[[BlockTable], bytes]
-"""Makes a seal for this block table. Readers recognise by the seal that a lease holds the pages of the table."""
+"""Makes a seal for this block table. The seal shows readers that a lease holds the pages of the table."""
 
 _NEVER = 1 << 62
 

@@ -17,7 +17,7 @@ from kvcache.replica.context import SafeContext
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Pages
 
-# how many pages that continue the same prefix are compared with a prompt; the newest ones come first
+# at most this many pages that continue the same prefix are compared with a prompt, newest first
 _MOST_SIBLINGS = 64
 
 

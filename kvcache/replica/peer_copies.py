@@ -9,9 +9,9 @@ Copying is off by default (`Routing.copy_pages`). The copies evict pages of othe
 request to the replica with its prefix, little is left to copy. Copying helps where routing cannot: if the replica that
 has the pages is busy, or if all prompts begin with the same tokens.
 
-An alternative was rejected: to remove the copied pages from the other replica. Removing them would save memory, but
-pages would move back and forth. In a simulation on public traces, the number of hits was the same, and up to three
-times as many pages were copied.
+An alternative was rejected: removing the copied pages from the other replica. This would save memory, but pages would
+move back and forth. In a simulation on public traces, the number of hits was the same, and up to three times as many
+pages were copied.
 """
 
 from collections.abc import Sequence

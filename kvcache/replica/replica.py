@@ -96,7 +96,7 @@ class Replica:
 
     @property
     def hit_may_change(self) -> bool:
-        """Whether a new request may resume from another token than `find` returns.
+        """Whether a new request may resume from a token other than the one that `find` returns.
 
         There are two reasons. Lower tiers are looked up only when the request reserves pages. If they have more pages
         than the device, the request resumes from a later token. It then needs other pages of a window. If states and
@@ -204,8 +204,8 @@ class Replica:
     def length_of(self, context: SafeContext, num_steps: int, start: int) -> int:
         """Returns how many tokens need a page: all known tokens, and one for each of `num_steps` steps but the last.
 
-        The last step also gives a token, but no step computes its KV. `start` is the token from which the request runs.
-        Raises `PromptTooLongError` or `SequenceTooLongError` if the pool can never hold that many tokens.
+        The last step also produces a token, but no step computes its KV. `start` is the token from which the request
+        runs. Raises `PromptTooLongError` or `SequenceTooLongError` if the pool can never hold that many tokens.
         """
         length = context.end_idx + num_steps - 1
         if length > self._always_fits:
@@ -230,7 +230,7 @@ class Replica:
     def find(self, context: SafeContext, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
         """Returns the published pages with which a request can resume, after the pages that its row has published.
 
-        The last known token is never in these pages, because it has to run to give the next token. `hasher` is the
+        The last known token is never in these pages, because it has to run to produce the next token. `hasher` is the
         context's hasher, if the caller has it.
         """
         first, tokens = 0 if row is None else self.rows.committed.item(row), context.tokens
@@ -303,7 +303,7 @@ class Replica:
             for states in self.states:
                 coming |= states.to_host(digests[: wanted.pages], there.pages, wait=wait)
             coming |= tier.to_host(wanted.every, wanted.lacking, wanted.pages - there.pages, wait=wait)
-        # The store may have answered during this call. The caller should then call again, to ask the next question.
+        # The store may have answered during this call. The caller should then call again, to send the next query.
         return coming or (tier.asks and tier.generation != before)
 
     @property
@@ -312,7 +312,7 @@ class Replica:
         return self.tier.fetches or any(states.pages.below.fetches for states in self.states)
 
     def _ask(self, digests: Digests, first: int, *, wait: bool) -> tuple[bool, Digests | None]:
-        """Ask remote stores for pages, and for states, of which it is not known whether the stores have them.
+        """Ask remote stores which pages and states they have, as far as this is not known yet.
 
         Returns whether an answer is on its way, and the digests of the pages that may exist. The second value is None
         if the caller must wait for the answer before it can decide which pages to load.
@@ -532,7 +532,7 @@ class Replica:
             states.pages.mend(rows.row_of, self.imports.written_states, self.leases.holders(states.pages.pool))
         self.pool.mend(*self.counted())
         self.hints.mend()
-        # the state in the page of a request whose import has ended may be half written
+        # if a request's import has ended, the state in its page may be half written
         return ended if self.states else []
 
     def counted(self) -> tuple[Ints, Ints]:

@@ -1,6 +1,6 @@
 """Where a request resumes: the pages that were found for it (`Found`, `FromBelow`), and its `Reservation`.
 
-A *column* is a place in a row of a block table: column 0 is for the page of the request's first `page_size` tokens,
+A *column* is a position in a row of a block table: column 0 is for the page of the request's first `page_size` tokens,
 column 1 for the page of the next `page_size` tokens. The function `resume` finds the longest prefix after which a
 request can resume in every block table. Its callers look for the pages in different places: on the device, in host
 memory and the tiers below it, on other replicas, at another process.
@@ -33,7 +33,7 @@ class Found(NamedTuple):
         end: the column after the last page of the prefix, where the request resumes.
         pages: by group of tables, the pages that a query at column `end` sees, without the row's own pages. The shape
             is `[tables, pages]`, or `[pages]` for a single table without `slots`.
-        reached: the column up to which pages are cached. If no recurrent state is cached there, it is after `end`.
+        reached: the column up to which pages are cached. It is after `end` if no recurrent state is cached there.
         slots: for each page that is missing in `pages`, the host slot from which it is restored, one table after
             another.
     """

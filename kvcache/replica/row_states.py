@@ -1,6 +1,6 @@
 """`RowStates`: the recurrent states of a replica's requests, and the rule by which copies of them are cached.
 
-Recurrent layers have one state for all tokens so far. States are cached only after some pages. So a prefix hit ends
+Recurrent layers have one state for all tokens so far. States are cached only after some pages, so a prefix hit ends
 after the last page of the prefix for which a state is cached. With several block tables, all tables must be able to
 resume after that page, too. A state is useless without the pages of the windows before it, and these pages are useless
 without the state.
@@ -37,7 +37,7 @@ from kvcache.replica.tables import RowTables
 from kvcache.states.state_pages import NO_STATE, StatePages
 
 Step = Callable[[Gathered, Callable[[], None] | None], None]
-"""Makes a step for the gathered requests. The second argument, if any, is called once their tokens are published."""
+"""Does a step for the gathered requests. The second argument, if any, is called once their tokens are published."""
 
 
 class RowStates:
@@ -177,8 +177,8 @@ class RowStates:
         if not self._caching:
             return plan
         start, active, of_prompt = plan.start, plan.active, self._stops[row]
-        # For a chunk of one token, no prefix was looked up, except for the first chunk of a request, where
-        # `plan.cached` is set. `plan.cached` is also set if a fork decodes.
+        # No prefix was looked up for a chunk of one token, unless it is the first chunk of a request. In that case,
+        # `plan.cached` is set. It is also set if a fork decodes.
         if not of_prompt and (plan.cached or active - start > 1):
             last, size = context.end_idx - 1, self._rows.page_size
             of_prompt = (plan.reached * size, last - last % size)
@@ -289,8 +289,8 @@ class RowStates:
     def commit_import(self, row: int, context: SafeContext, tokens: int) -> None:
         """Record that the row's state has arrived, and covers `tokens` tokens.
 
-        The request may have resumed from a later cached state, which the transfer has overwritten. Then that state
-        comes back.
+        If the request had resumed from a later cached state, which the transfer has overwritten, that state is
+        restored.
         """
         name = self._name(row)
         if tokens < context.start_idx:

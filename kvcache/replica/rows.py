@@ -71,9 +71,9 @@ class AllRows:
 class BlockRows:
     """One row for each running request: its page ids in each block table, and its progress.
 
-    The tables of all groups are in one tensor. A column is a place in a row of a table, for one page. A column without
-    a page holds the null page. Groups of full attention come first. In each row, the first group has pages at least as
-    far as any other group.
+    The tables of all groups are in one tensor. A column is a position in a row of a table, for one page. A column
+    without a page holds the null page. Groups of full attention come first. In each row, the first group has pages at
+    least as far as any other group.
     """
 
     def __init__(

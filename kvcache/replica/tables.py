@@ -1,11 +1,11 @@
 """`RowTables`: the block tables of a replica's rows, with their pages, reservations and publication.
 
-A *column* is a place in a row of a block table: column 0 is for the page of the request's first `page_size` tokens,
+A *column* is a position in a row of a block table: column 0 is for the page of the request's first `page_size` tokens,
 column 1 for the page of the next `page_size` tokens. A table has pages from the first column that the request's next
 query sees. With full attention, this is column 0. With a window or chunk, this is the first column of the window or
 chunk. Earlier columns hold the null page. When the request next asks for pages, pages that have fallen out of a window
 are freed. Freed pages that are published stay cached, and are evicted independently of the request. A page is found by
-the digest of its tokens, mixed with the index of its table. So a lookup never finds another table's page.
+the digest of its tokens, mixed with the index of its table, so a lookup never finds another table's page.
 
 A request may resume after a page if each table has the pages that the next query sees (`resume`). Tables of full
 attention have pages for all known tokens. Tables with a window have pages up to the end of the chunk that runs, so a
