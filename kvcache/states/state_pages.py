@@ -6,9 +6,9 @@ copy is a page of the same pool. A copy has no holder, and is found by the diges
 includes. The least recently used copies are evicted first, to make room for other copies and for new requests.
 `kvcache.replica.row_states` decides which states are copied.
 
-A state cannot be rolled back. So a run of drafted tokens, some of which may be removed again, reads the request's own
-page, and writes the new state to a second page. `StatePages.settle` then decides with which of the two pages the
-request continues. A speculating engine does this in each step:
+A state cannot be rolled back, and some drafted tokens may be removed again. So a run of drafted tokens reads the
+request's own page, and writes the new state to a second page. `StatePages.settle` then decides with which of the two
+pages the request continues. A speculating engine does this in each step:
 
 1. Reserve pages for one token and for each possible guess: `maybe_reserve(context, 1 + guesses)`.
 2. If all known tokens are active and `HFRunner.draft` returns True, append the guesses (`update`), and set `start_idx`

@@ -20,7 +20,7 @@ _log = logging.getLogger("pagewire")
 
 
 class CallersObjects:
-    """An `ObjectIO` that a caller's `make_io` has made. Raises `InvalidParamsError` if `make_io` returns none."""
+    """The `ObjectIO` that a caller's `make_io` returns. Raises `InvalidParamsError` if it returns anything else."""
 
     def __init__(self, make_io: MakeObjectIO, size: int, timeout_s: float) -> None:
         self._io: ObjectIO = make_io(size, timeout_s)
@@ -57,7 +57,7 @@ class CallersObjects:
 
 
 class CallersPages:
-    """A `PageIO` that a caller's `make_io` has made. Raises `InvalidParamsError` if `make_io` returns none."""
+    """The `PageIO` that a caller's `make_io` returns. Raises `InvalidParamsError` if it returns anything else."""
 
     def __init__(self, make_io: Callable[[Sequence[torch.Tensor]], PageIO], memory: Sequence[torch.Tensor]) -> None:
         self._io: PageIO = make_io(memory)

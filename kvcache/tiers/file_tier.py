@@ -297,7 +297,7 @@ class FileTier(LowerTier):
         self._writer.submit(self._folder.remove, self._folder.renew())
 
     def close(self) -> None:
-        """Finish all work that has begun, and end the threads. Safe to call twice."""
+        """Finish all work that has begun, and stop the threads. Safe to call twice."""
         self._reader.shutdown()
         self._take_up(self._reader)  # handles the last reads, which frees their slots
         self._writer.shutdown()

@@ -79,7 +79,7 @@ class HostCopy:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A read, a write or a question to a store, which runs in a thread of a lower tier."""
+    """A read, a write or a query to a store, which runs in a thread of a lower tier."""
 
     # the running work; its result is a function with which the loop's thread handles the outcome
     work: Future[Callable[[], None]]
@@ -117,7 +117,7 @@ class LowerTier:
         self._host = host
         self._clock = time.monotonic
         self._reader, self._writer = TierThread(f"{of}-reads"), TierThread(f"{of}-writes")
-        self._paused_until = 0.0  # a thread sets this after a failure; until this time the tier takes in no pages
+        self._paused_until = 0.0  # a thread sets this after a failure; until this time the tier accepts no pages
         self.written: int = 0  # the number of pages written so far
         self.read: int = 0  # the number of pages read so far
         self.refusals = FileRefusals()  # how many pages were wrong, cut short or missing when they were read, by reason
@@ -185,7 +185,7 @@ class LowerTier:
 
     @abstractmethod
     def close(self) -> None:
-        """End the threads after their current work. Safe to call twice."""
+        """Stop the threads once they have finished their current work. Safe to call twice."""
 
     # ---- after an interrupt, and recounts
 
@@ -197,7 +197,7 @@ class LowerTier:
     def stop(self) -> None:
         """Wait until both threads have done all work that was given to them."""
         for thread in (self._reader, self._writer):
-            with suppress(RuntimeError):  # `submit` raises this error after `close` has ended the thread
+            with suppress(RuntimeError):  # `submit` raises this error after `close` has stopped the thread
                 thread.submit(nothing).result()
 
     def mend(self) -> None:
@@ -310,7 +310,7 @@ class ReplicaTier(PagesBelow, PageReader):
         self.waiting: deque[tuple[Pages, Digests]] = deque()
         # For each row, the copies of its pages to the device that have not begun or not ended.
         self._loads: dict[int, list[HostCopy]] = {}
-        # copies to the device that belong to no row any more; a copy stays here until `poll` sees that it has ended
+        # copies to the device that no longer belong to a row; a copy stays here until `poll` sees that it has ended
         self._left: list[HostCopy] = []
         self.stores: deque[HostCopy] = deque()  # copies to the host that have not ended, oldest first
         self.stored = self.loaded = 0  # the number of pages copied to the host, and to the device, so far
@@ -556,7 +556,7 @@ class ReplicaTier(PagesBelow, PageReader):
             self.storing[store.pages] = True
         uses = [entry for entry in self.waiting if not entry[0].size]
         self.waiting.clear()
-        # The queue is made anew, because the interrupt may have come just after a page was published or left the queue.
+        # The queue is rebuilt, because the interrupt may have come just after a page was published or left the queue.
         published = np.flatnonzero(self.pool.index.published & ~self.storing).astype(np.int32)
         digests = self.pool.index.digests_of(published)
         absent = self.host.pool.index.find(digests) == NO_PAGE

@@ -68,7 +68,7 @@ _FIRST_EPOCH = "0" * _EPOCH_BYTES  # the epoch of a namespace that was never res
 _ABSENT_S = 10.0
 _LONGEST_FLUSH_S = 10.0
 _MOST_KNOWN = 1 << 16  # the largest number of objects for which the tier remembers whether they exist
-MOST_ASKED = 256  # the largest number of objects of one block table in a question to the store
+MOST_ASKED = 256  # the largest number of objects of one block table in a query to the store
 MOST_QUEUED = 256  # the largest number of objects of one block table that wait to be written
 _PRESENT, _UNKNOWN, _ABSENT = 1, 0, -1
 _States = NDArray[np.int8]  # `[tables, objects]`
@@ -96,7 +96,7 @@ class ObjectFormat:
         return self.count * self.record_bytes
 
     def bounds(self, pages: int) -> list[tuple[int, int]]:
-        """Returns the objects of a run of `pages` pages, each as its first page and the page after its last one."""
+        """Returns the range of pages, `(first, end)`, of each object of a run of `pages` pages."""
         ends = [*range(self.count, pages + 1, self.count)]
         if self.tails and pages % self.count:
             ends.append(pages)
@@ -252,7 +252,7 @@ class ObjectTier(LowerTier):
         self._busy: dict[bytes, float] = {}
         # the objects that wait to be written, with the digests of their pages
         self._queue: OrderedDict[bytes, Digests] = OrderedDict()
-        self.failures = 0  # the number of calls of the store that failed or timed out
+        self.failures = 0  # the number of calls to the store that failed or timed out
         self._ask([])
 
     # ---- reads from objects into host slots
@@ -412,7 +412,7 @@ class ObjectTier(LowerTier):
     # ---- inside
 
     def _work(self, work: Callable[[], _T], take: Callable[[_T], None]) -> Callable[[], None]:
-        """Run `work` in a thread of the tier, unless a call of the store has failed in the last `PAUSE_S` seconds.
+        """Run `work` in a thread of the tier, unless a call to the store has failed in the last `PAUSE_S` seconds.
 
         Returns a function, with which the loop's thread handles the result.
         """
@@ -517,7 +517,7 @@ class ObjectTier(LowerTier):
         return states
 
     def _waits(self, digests: Digests, objects: Asked) -> bool:
-        now = self._clock()  # results that came after the call of `has_of` are handled at the next call
+        now = self._clock()  # results that came after the call to `has_of` are handled at the next call
         return any(self._busy.get(name, now) > now for name in self._names(digests, objects))
 
     # ---- reads

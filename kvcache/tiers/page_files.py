@@ -1,4 +1,4 @@
-"""Files of pages: their layout, and how they are written and read. A read gives either the right page or none.
+"""Files of pages: their layout, and how they are written and read. A read returns either the right page or none.
 
 A file holds a run of pages that were written together. After the pages come a record for each page, and a footer:
 
@@ -17,7 +17,7 @@ accidents: a user who may write to the folder can write any page with a matching
 
 Only the owner may access the files, and no file is opened through a link. A *draft* is a file that is still being
 written. No process reads it until it is complete. The writer of a draft holds a lock on the draft. The kernel releases
-the lock when the writer's process ends, even if the process was killed. So a draft without a lock was left behind by a
+the lock when the writer's process exits, even if the process was killed. So a draft without a lock was left behind by a
 process that was killed.
 """
 
@@ -307,7 +307,7 @@ def open_draft(path: Path) -> Generator[int]:
 
 
 def remove_abandoned(folder: Path, names: list[str]) -> None:
-    """Remove each draft among the files `names` in `folder` whose writer process has ended. Never raises.
+    """Remove each draft among the files `names` in `folder` whose writer process has exited. Never raises.
 
     A writer keeps its draft locked. On a file system without locks, a draft is removed if it is older than an hour.
     """

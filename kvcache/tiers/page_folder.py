@@ -68,7 +68,7 @@ class PageFolder:
     Only the owner may access these folders (0700). If an existing folder gives other users rights, the rights are
     removed. A folder that is a link, or that belongs to another user, is refused. If the root folder also contains
     other things, its rights are left as they are. Such a root is refused if other users may rename its contents. If a
-    folder is deleted, it is made again at the next write.
+    folder is deleted, the next write creates it again.
 
     Raises `InvalidParamsError` if this process cannot write there, or if other users could.
     """
@@ -117,7 +117,8 @@ class PageFolder:
     def write(self, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO) -> tuple[str, int]:
         """Write a file of these pages. Returns its name and size.
 
-        If the folder was deleted or replaced, it is made again. If the call raises `OSError`, it leaves no file behind.
+        If the folder was deleted or replaced, it is created again. If the call raises `OSError`, it leaves no file
+        behind.
         """
         try:
             return write_pages(self.path, next(self._drafts), self.layout, names, pages, io)
@@ -195,7 +196,7 @@ class PageFolder:
         _make_own(self._home)
 
     def _make_epoch(self) -> None:
-        """Make the folder of the epoch. If something else has this name, begin a new epoch."""
+        """Create the folder of the epoch. If something else has this name, begin a new epoch."""
         try:
             _make_own(self.path)
         except (NotADirectoryError, PermissionError):
@@ -245,7 +246,7 @@ def _new_epoch() -> str:
 
 
 def _make_root(root: Path) -> None:
-    """Make the root folder if it does not exist.
+    """Create the root folder if it does not exist.
 
     Raises `OSError` if other users may rename its contents, because they could then replace our folders.
     """
@@ -261,7 +262,7 @@ def _make_root(root: Path) -> None:
 
 
 def _make_own(path: Path) -> None:
-    """Make a folder that only its owner may access, or restrict the rights of an existing folder.
+    """Create a folder that only its owner may access, or restrict the rights of an existing folder.
 
     Raises `OSError` if the path is a link, or another user's folder.
     """

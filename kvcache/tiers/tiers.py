@@ -44,7 +44,7 @@ _SHARE = 0.05  # the share of the loop thread's time that copies of pages may ta
 _GB = 2**30
 _LEAST_SLOTS = 2  # two slots, because a state may be read from a file into one slot while the other slot is held
 _SHARE_OF_STATES = 0.025  # the share of the loop thread's time that copies of states may take
-_MOST_CREDIT_S = 0.005  # in seconds: the most time for copies that is saved up while nothing is copied
+_MOST_CREDIT_S = 0.005  # in seconds: the most time for copies that accumulates while nothing is copied
 _BATCH_BYTES = 1 << 20  # how many bytes the loop copies before it reads the clock again
 
 
