@@ -131,7 +131,30 @@ def test_a_copier_proves_the_tokens_that_it_has_taken_or_fewer(make: Any, first:
         copier.take()
     target.commit_import(context, pending, proof)
     assert context.start_idx == (proves or 18)
+    assert pending.closed
+    with pytest.raises(InvalidRequestError, match="'d': commit_import: this import was already finished or cancelled"):
+        target.commit_import(context, pending, proof)
+    target.cancel_import(pending)
     target.check()
+
+
+def test_a_copier_names_what_each_other_source_has(make: Any) -> None:
+    _, table = prefilled(make)
+    target = make(16, page_size=4)
+    context = receiver(target)
+    others = beginning(table, 8), beginning(table, 16)
+    pending = target.import_block_table(context, table, others=others)
+    copier = target.copier(pending)
+    copier.take()
+    found = copier.from_others()
+    assert [one for one, _ in found] == [*others]
+    assert [[copy.tokens for copy in copies] for _, copies in found] == [[(0, 8)], [(0, 16)]]
+    assert [copies[0].src_pages.tolist() for _, copies in found] == [
+        list(table.groups[0][:2]),
+        list(table.groups[0][:4]),
+    ]
+    target.cancel_import(pending)
+    copier.give_up()
 
 
 @pytest.mark.parametrize("ends", ["gives up", "proves"])
