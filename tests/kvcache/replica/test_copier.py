@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvcache import InterruptedCallError, InvalidRequestError, InvariantError, LayerGroup, NotReservedError
+from kvcache.replica.block_table import PendingImport
 from tests.kvcache.replica.test_imports import beginning, prefilled, receiver
 
 TWO_TABLES: dict[str, Any] = {
@@ -46,10 +47,12 @@ def test_a_late_cancel_does_not_touch_the_pages_of_the_next_request_of_the_name(
 
 
 @pytest.mark.parametrize("imports_again", [False, True])
+@pytest.mark.parametrize("at", ["cancel", "_give_back"])
 def test_after_an_interrupted_cancel_a_request_does_not_run_in_pages_that_others_may_share(
-    make: Any, monkeypatch: pytest.MonkeyPatch, imports_again: bool
+    make: Any, monkeypatch: pytest.MonkeyPatch, at: str, imports_again: bool
 ) -> None:
-    def stops(*_: object) -> None:
+    def stops(pending: PendingImport) -> None:
+        pending.closed = True
         raise KeyboardInterrupt
 
     _, table = prefilled(make, **TWO_TABLES)
@@ -57,7 +60,7 @@ def test_after_an_interrupted_cancel_a_request_does_not_run_in_pages_that_others
     context = receiver(target)
     pending = target.import_block_table(context, table)
     with monkeypatch.context() as patched:
-        patched.setattr(target._replicas.each[0].imports, "_give_back", stops)
+        patched.setattr(target._replicas.each[0].imports, at, stops)
         with pytest.raises(KeyboardInterrupt):
             target.cancel_import(pending)
     assert target.recover().call == "cancel_import"
