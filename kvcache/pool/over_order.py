@@ -33,12 +33,6 @@ class OverOrder(EvictionOrder):
     def trust(self, share: float) -> None:
         self._order.trust(share)
 
-    def due(self) -> int:
-        return self._order.due()
-
-    def first(self) -> int:
-        return self._order.first()
-
     def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:
         return self._order.leads(pages)
 
