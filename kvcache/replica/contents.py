@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.arguments import whole
+from kvcache.arguments import check_request_id, integer, of_kind, refusal, whole
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.replica import imports
 from kvcache.replica.block_table import BlockTable, PageDigests, PendingImport
@@ -37,9 +37,10 @@ class PageContents:
         to run. The result is empty if prefix caching is off, because no request could find pages that were fetched. If
         the model has layers with windows or chunks, or recurrent states, `first_page` is ignored: a longer prefix needs
         other pages of a window, or another state, than a shorter one. Raises `InvalidRequestError` if `context` is not
-        a request context.
+        a request context, or if `first_page` is negative or not an integer.
         """
         check_context(context, "digests")
+        first_page = whole("first_page", first_page, 0, error=InvalidRequestError)
         one, read = self._replicas[0], read_context(context)
         last = (read.end_idx - 1) // one.page_size if one.caching else 0
         first_page = first_page if one.lends_any_part else 0
@@ -51,11 +52,15 @@ class PageContents:
         """Returns how many tokens of the `wanted` pages a request could skip, because the replica has cached them.
 
         A page counts as cached if the replica's devices have it. A recurrent state counts if the devices or host memory
-        have it.
+        have it. Pages of another size, or with digests by another algorithm, are never cached.
         """
         replica = self._replicas[self._index("cached", replica_idx)]
-        digests = np.frombuffer(wanted.digests, np.uint64).reshape(-1, DIGEST_BYTES[replica.hash_algorithm] // 8)
-        return replica.tables.find(0, digests, replica.ends(digests)).end * replica.page_size if len(digests) else 0
+        size, algorithm, joined, _ = _checked("cached", wanted)
+        width = DIGEST_BYTES[replica.hash_algorithm]
+        if (size, algorithm) != (replica.page_size, replica.hash_algorithm) or not joined or len(joined) % width:
+            return 0
+        digests = np.frombuffer(joined, np.uint64).reshape(-1, width // 8)
+        return replica.tables.find(0, digests, replica.ends(digests)).end * replica.page_size
 
     def lease(
         self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int
@@ -71,7 +76,7 @@ class PageContents:
         """
         self._mark.check("contents.lease")
         replica, digests = self._wanted(name, replica_idx, wanted)
-        room = most - replica.pool.beside
+        room = _most(name, most) - replica.pool.beside
         length, tables = replica.tables.whole(digests, room, *(states.ends_here(digests) for states in replica.states))
         if not length:
             return None
@@ -102,8 +107,9 @@ class PageContents:
         """
         self._mark.check("contents.bring")
         replica, digests = self._wanted(name, replica_idx, wanted)
+        most = _most(name, most)
         with self._mark.changing("contents.bring"):
-            return _bring(replica, digests[: max(0, most)], wanted.first_page)
+            return _bring(replica, digests[:most], wanted.first_page)
 
     @property
     def takes_any_part(self) -> bool:
@@ -155,7 +161,9 @@ class PageContents:
         Raises `BlockTableMismatchError` if the replica caches no pages of this size and hash algorithm, or cannot lend
         pages from `wanted.first_page` on.
         """
+        check_request_id(name, "contents")
         replica = self._replicas[self._index(f"request {name!r}", replica_idx)]
+        _checked(f"request {name!r}", wanted)
         if wanted.first_page and not replica.lends_any_part:
             kept = "recurrent states (params.states)" if replica.tables.is_plain else "(params.groups)"
             raise BlockTableMismatchError(
@@ -171,6 +179,23 @@ class PageContents:
                 f"({len(wanted.digests)} bytes of digests); this manager caches {cached}"
             )
         return replica, np.frombuffer(wanted.digests, np.uint64).reshape(-1, width // 8)
+
+
+def _checked(name: str, wanted: PageDigests) -> PageDigests:
+    """Returns `wanted`. Raises `BlockTableMismatchError` if it is no `PageDigests`, or has fields of other types."""
+    wrong, needed = BlockTableMismatchError, "PageDigests"
+    of_kind(f"{name}: wanted", wanted, PageDigests, needed, wrong)
+    of_kind(f"{name}: the digests", wanted.digests, bytes, "bytes", wrong)
+    whole(f"{name}: first_page", wanted.first_page, 0, error=wrong)
+    return wanted
+
+
+def _most(name: str, most: int) -> int:
+    """Returns a number of pages, at least 0. Raises `InvalidRequestError` if `most` is not an integer."""
+    found = integer(most)
+    if found is None:
+        raise refusal(f"request {name!r}: most", most, "an integer", InvalidRequestError)
+    return max(0, found)
 
 
 def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:

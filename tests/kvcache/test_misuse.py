@@ -19,6 +19,7 @@ from kvcache import (
     InvalidParamsError,
     InvalidRequestError,
     KVCacheParams,
+    PageDigests,
     PagedKVCacheManager,
     PageLease,
     PoolTooSmallError,
@@ -375,6 +376,63 @@ def test_tokens_that_differ_only_in_bits_above_the_lowest_32_never_share_a_page(
     manager.check()
     found = TextContext([*range(6), 7, max(alike, 0), 3, 3], 64)
     assert manager._replicas.each[0].find(found).end <= 1
+
+
+WANTED = PageDigests(4, "sha256", bytes(64))
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        *(None, 5, tuple(WANTED), WANTED._replace(digests=5), WANTED._replace(digests="a" * 64)),
+        *(WANTED._replace(first_page=one) for one in (-1, 1.5, None, True)),
+    ],
+)
+def test_objects_that_are_no_digests_of_pages_are_refused(make: Any, wanted: Any) -> None:
+    manager: PagedKVCacheManager = make(16, checks=False)
+    calls: list[Callable[[], object]] = [
+        lambda: manager.contents.cached(0, wanted),
+        lambda: manager.contents.lease("asker", 0, wanted, 9),
+        lambda: manager.contents.bring("asker", 0, wanted, 9),
+    ]
+    for call in calls:
+        with pytest.raises(BlockTableMismatchError, match=r"wanted is|digests is|first_page is"):
+            call()
+        manager.check()
+
+
+@pytest.mark.parametrize("wrong", [1.5, None, "9", True, np.float64(9)])
+@pytest.mark.parametrize("host_slots", [0, 8])
+def test_a_wrong_number_of_pages_to_lend_changes_nothing(make: Any, wrong: Any, host_slots: int) -> None:
+    manager: PagedKVCacheManager = make(16, checks=False, host_slots=host_slots)
+    context = running(manager, range(9))
+    manager.fetch([context])
+    context.update(1)
+    manager.step([context])
+    wanted = manager.contents.digests(context)
+    for call in (manager.contents.lease, manager.contents.bring):
+        with pytest.raises(InvalidRequestError, match="'asker': most is"):
+            call("asker", 0, wanted, wrong)
+        with pytest.raises(InvalidRequestError, match="request_id is 5"):
+            call(5, 0, wanted, 9)  # type: ignore[arg-type]
+        manager.check()
+        assert not call("asker", 0, wanted, -1)
+    for first in (-1, 1.5, None, "x"):
+        with pytest.raises(InvalidRequestError, match="first_page is"):
+            manager.contents.digests(context, first)  # type: ignore[arg-type]
+    assert manager.contents.lease("asker", 0, wanted, np.int64(9)) is not None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("other", [{"page_size": 8}, {"hash_algorithm": "xxh3_128"}, {"digests": b"x"}])
+def test_pages_of_another_size_or_hash_are_never_cached(make: Any, other: dict[str, Any]) -> None:
+    manager: PagedKVCacheManager = make(16)
+    context = running(manager, range(9))
+    manager.fetch([context])
+    context.update(1)
+    manager.step([context])
+    wanted = manager.contents.digests(context)
+    assert manager.contents.cached(0, wanted) == 8
+    assert manager.contents.cached(0, wanted._replace(**other)) == 0
 
 
 def test_only_a_manager_makes_a_lease() -> None:
