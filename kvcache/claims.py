@@ -17,7 +17,7 @@ from kvcache.types import RequestID
 One = tuple[int, TextContext]
 """The only request of a call, in a manager with one replica: the request's row, and its context.
 
-It is a plain tuple, because making a named tuple would take 0.2 µs longer.
+It is a plain tuple, because creating a named tuple would take 0.2 µs longer.
 """
 
 

@@ -44,9 +44,9 @@ class PagedKVCacheManager:
     thread-safe: one serving loop owns the manager.
 
     Every error that a call raises itself is a `KVCacheError`, and leaves the state unchanged. Another exception in the
-    middle of a call (Ctrl-C, no memory) may leave the state half changed. Then every call raises `InterruptedCallError`
-    until `recover` has repaired the state. An error from a caller's own context leaves the state unchanged. In addition
-    to the errors that a call documents:
+    middle of a call (Ctrl-C, out of memory) may leave the state half changed. Then every call raises
+    `InterruptedCallError` until `recover` has repaired the state. An error from a caller's own context leaves the state
+    unchanged. In addition to the errors that a call documents:
 
     - `UnknownRequestError` (a KeyError): a request is not claimed.
     - `InvalidRequestError` (a ValueError): an invalid argument; `num_steps` below 1; a request named twice; a context
@@ -58,7 +58,7 @@ class PagedKVCacheManager:
     Args:
         params: shape and placement of the cache.
         max_batch_size: the most requests that may be claimed at a time, split evenly over the replicas.
-        max_seq_len: the largest number of tokens of a request.
+        max_seq_len: the largest number of tokens in a request.
         num_layers: the number of layers that have KV.
         devices: `params.n_devices` torch devices or their names, replica by replica.
         session: the CUDA stream that orders device work, or an object with a `stream`; None means the current stream.
@@ -558,7 +558,7 @@ class PagedKVCacheManager:
 
     @property
     def total_num_pages(self) -> int:
-        """The number of pages of all replicas, without the null page of each replica."""
+        """The number of pages on all replicas, without their null pages."""
         return sum(replica.pool.num_pages for replica in self._replicas.each)
 
     @property
@@ -573,7 +573,7 @@ class PagedKVCacheManager:
 
     @property
     def num_leased_blocks(self) -> int:
-        """The number of pages of all replicas that are held by leases of released requests."""
+        """The number of pages, on all replicas, that are held by leases of released requests."""
         return sum(replica.leases.num_pages for replica in self._replicas.each)
 
     @property

@@ -178,7 +178,7 @@ class KVEvents:
         optional(_kind(Callable, "a function"))("kv_events: secure", self.secure)
 
     def addresses(self, rank: int) -> tuple[str, str | None]:
-        """Returns the addresses of the events and of the replays of a rank."""
+        """Returns the addresses for a rank's events and replays."""
         return _of_rank(self.endpoint, rank), self.replay_endpoint and _of_rank(self.replay_endpoint, rank)
 
 
@@ -207,8 +207,8 @@ class Routing:
     lowest index among equals. `round-robin` chooses the replica after the one that took the last new request.
 
     The figures below are for 8 replicas on two Mooncake traces: the first of two figures is for the conversation trace,
-    the second one for the synthetic trace. *Hits* are a percentage of the hits of one pool of the same total size.
-    The fair share of a replica is an eighth of the computed pages. *Excess* says by how many percent the busiest
+    the second one for the synthetic trace. *Hits* are given as a percentage of the hits in one pool of the same total
+    size. The fair share of a replica is an eighth of the computed pages. *Excess* says by how many percent the busiest
     replica exceeds its fair share, in windows of 500 requests.
 
     With the default load weight, the hits are 93 and 98 %. The excess is 7 and 5 %, and in the worst window 17 and 7 %.

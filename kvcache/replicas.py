@@ -166,7 +166,7 @@ class Replicas:
     def admission(self, context: SafeContext, num_steps: int = 1) -> Admission:
         """Returns the best replica for a new request."""
         if any(tiers.is_loading for tiers in self._all_tiers):
-            # Steps handle copies from host memory that have ended. A loop that only waits runs no step.
+            # Steps handle copies from host memory that have ended. A loop that only waits does not run steps.
             with self.mark.changing("admission"):
                 self._take_up()
         one = self.each[0]

@@ -266,7 +266,7 @@ class Gate:
         self._ends_at = math.inf  # the time until which remaining data is passed on after `close`
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # The selector's data of each registered connection is the function that handles its events.
+        # The selector's data for each registered connection is the function that handles its events.
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake, selectors.EVENT_READ, self._stop_listening)
         self._thread = threading.Thread(target=self._run, name="pagewire-gate", daemon=True)

@@ -1,10 +1,10 @@
 """`UnderWay`: a mark that says which call of a manager is changing its state.
 
 A call sets the mark before its first change, and clears the mark after its last change. If the call is interrupted in
-between (Ctrl-C, a signal handler that raises, no memory, no stack), the mark stays set, whatever exception handlers do.
-Every later call then sees that the state may be half changed, and refuses to run. `PagedKVCacheManager.recover` repairs
-the state and clears the mark. A closed manager has a different mark, which is never cleared; calls that only release or
-read something still work.
+between (Ctrl-C, a signal handler that raises, too little memory or stack), the mark stays set, whatever exception
+handlers do. Every later call then sees that the state may be half changed, and refuses to run.
+`PagedKVCacheManager.recover` repairs the state and clears the mark. A closed manager has a different mark, which is
+never cleared; calls that only release or read something still work.
 """
 
 from typing import NoReturn, Protocol, Self

@@ -319,7 +319,7 @@ class EventBook:
                 )
 
     def _bare(self, source: int, ids: Ids) -> BlockStored:
-        """Returns an event for blocks without known tokens, such as blocks of files that were found at the start.
+        """Returns an event for blocks without known tokens, such as blocks of files that were found at startup.
 
         vLLM's offloading reports such blocks in the same way.
         """

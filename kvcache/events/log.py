@@ -40,7 +40,7 @@ Described = tuple[Sequence[Hashed], Ints, Ints, PageTokens]
 """For each request: its hasher; the first and the last (excluded) of its newly hashed pages; and the tokens of these
 pages as int32 bytes.
 
-The publisher's thread may read it at once. It is a plain tuple, because making an object with named fields would take
+The publisher's thread may read it at once. It is a plain tuple, because creating an object with named fields would take
 the loop more time than everything else that it records.
 """
 Change = tuple[int | Indices, bool, Digests | int]

@@ -73,8 +73,8 @@ class HintedOrder(EvictionOrder):
         # For each page, the time at which its hint expires. Read only for kinds of hints with a time to live.
         self._expires: Times = np.zeros(num_pages + 1)
         self._places = 0
-        # The number of pages of `_older` that are replaced by newer pages (`renew`). As many of the pages that move to
-        # `_older` next do not advance `_places`. So renewals do not age the other pages.
+        # The number of pages of `_older` that are replaced by newer pages (`renew`). The next pages that move to
+        # `_older`, as many as this number, do not advance `_places`. So renewals do not age the other pages.
         self._renewed = 0
         self.count = recent.count
 

@@ -35,7 +35,7 @@ class PrefixIndex:
         self._bucket_mask = buckets - 1
         # `_bucket_masks` and `_firsts` are arrays, because numpy takes twice as long with a Python int.
         self._bucket_masks = np.array(self._bucket_mask)
-        self._first = num_pages + 1  # the index of the link of the first bucket, after the links of all pages
+        self._first = num_pages + 1  # the index of the first bucket's link, after the links of all pages
         self._firsts = np.array(self._first)
         # There is one link for each page, and then one for each bucket. A link has the next page in the chain, or
         # `NO_PAGE` at its end.

@@ -202,7 +202,7 @@ class SlabPool(PagePool):
         super()._push_fresh(pages)
 
     def _lie_from(self, bottom: int, count: int) -> None:
-        """Let the section of fresh pages in `_stack` begin at the index `bottom` and have `count` pages."""
+        """Make the section of fresh pages in `_stack` begin at the index `bottom` and have `count` pages."""
         self._bottom, self._fresh_count = bottom, count
         self._fresh = self._stack[bottom:]
 
@@ -244,7 +244,7 @@ class SlabPool(PagePool):
             self._ages[slab] = age
 
     def _age_of(self, slab: int) -> int:
-        """Returns the time of the latest use of a page of the slab. Returns `_HELD` if a page of the slab is held."""
+        """Returns when a page of the slab was last used. Returns `_HELD` if a page of the slab is held."""
         pages = slice(slab * self.slab_pages, (slab + 1) * self.slab_pages)
         if np.count_nonzero(self.holders[pages]) or np.count_nonzero(self.writers[pages]):
             return _HELD

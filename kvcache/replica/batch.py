@@ -152,7 +152,7 @@ class Gathered:
     def digest_pages(
         self, at: list[int], hashers: list[PrefixHasher], firsts: list[int], tokens: NDArray[np.int32]
     ) -> NDArray[np.uint64]:
-        """Returns the digest of one page of each of some contexts: page `firsts[i]` of the context `contexts[at[i]]`.
+        """Returns one digest for each item of `at`: the digest of page `firsts[i]` of `contexts[at[i]]`.
 
         `tokens` has the tokens of these pages, `[len(at), page_size]`.
         """
@@ -436,7 +436,7 @@ class Batch(Gathered, Sequence[Context]):
 
     def _begin_log(self) -> None:
         """Begin a new log of tokens. All contexts have all tokens of the old log."""
-        # Set before `_began`: if a context is read between the two assignments, it must find that it lacks no token.
+        # Set before `_began`: if a context is read between the two assignments, it must not find any token missing.
         self._count = self._page_size
         # whether this log has ever had a future token; contexts may have copied it
         self._had_futures = False

@@ -387,7 +387,7 @@ class TextContext:
     def leave(self) -> None:
         """Apply the leader's updates that this context lacks, and stop following the leader."""
         self._leader.lose(self._place, self._end)
-        # Cleared last. If an interrupt comes before this line, the next call finds no update that the context lacks.
+        # Cleared last. If an interrupt comes before this line, the next call has nothing left to apply.
         self._leader = NO_LEADER
         self._follows = False
 

@@ -218,7 +218,7 @@ class ImportBook:
             )
 
     def mend(self) -> list[RequestID]:
-        """Drop each closed import to whose pages no copier can write. Returns the requests of these imports.
+        """Drop each closed import if no copier can write to its pages. Returns the requests of these imports.
 
         Called after an interrupt, when the rows are repaired.
         """

@@ -5,8 +5,8 @@ prefixes, and each page costs one update and one digest. The alternative, hashin
 (`parent + page`), takes 60 % longer with sha256.
 
 hashlib needs two calls and an allocation for each page. If `chained.c` was compiled, one call hashes all pages of a
-prompt, or one page of each request of a step. `chained.c` uses the sha256 of the libcrypto that hashlib uses, and gives
-the same digests.
+prompt, or one page of each request of a step. `chained.c` uses the sha256 of the libcrypto that hashlib uses, and
+produces the same digests.
 """
 
 import functools
@@ -43,7 +43,7 @@ def _compiled() -> tuple[type[Any], str]:
     """Returns the class from `chained.c`, or `_NotCompiled`.
 
     Also returns a string that says which sha256 is used, and why. `chained.c` is used if it was compiled, if the
-    environment variable does not turn it off, and if it gives the same digests as hashlib.
+    environment variable does not turn it off, and if it produces the same digests as hashlib.
     """
     if os.environ.get(PLAIN):
         return _NotCompiled, f"hashlib: {PLAIN} is set"
@@ -175,7 +175,7 @@ class PrefixHasher:
 @functools.lru_cache(maxsize=256)
 def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
     """Returns the running hash before the first page. The hash is cached, so callers must update a copy."""
-    # Each field is preceded by its length. So different fields never give the same bytes.
+    # Each field is preceded by its length, so different fields never produce the same bytes.
     fields = (algorithm.encode(), str(page_size).encode(), b"" if salt is None else b"=" + salt.encode())
     seed = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)
     if algorithm == "blake3":

@@ -377,7 +377,7 @@ def _seen_parts(replica: Replica, pending: PendingImport, start: int) -> list[Im
 
 
 def _give_back_unseen(replica: Replica, row: int, pending: PendingImport, seen: list[ImportPart]) -> None:
-    """Let the import have only the pages of its parts `seen`. The row gives back the pages before these parts."""
+    """Limit the import to its parts `seen`. The row gives back the pages before these parts."""
     rows, pool, left = replica.rows, replica.pool, list[Pages]()
     replica.tier.arrive(np.array([row]))
     every, pending.parts = pending.parts, seen

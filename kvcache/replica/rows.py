@@ -125,7 +125,7 @@ class BlockRows:
         self.capacity, self.cached, self.commit_at = every.capacity[own], every.cached[own], every.commit_at[own]
         self.request_ids: list[RequestID | None] = [None] * rows
         self.row_of: dict[RequestID, int] = {}
-        # a heap that gives the lowest row first, so that a batch is often one run of rows
+        # a heap that yields the lowest row first, so that a batch is often one run of rows
         self.free = list(range(rows))
 
     def claim(self, request_id: RequestID) -> int:

@@ -617,7 +617,7 @@ class OneTable(RowTables):
         cached, active = start if count else 0, indices[1]
         if start >= active:
             active = chunk_end(indices, start)
-        # an upper bound, because a found page that another request holds takes no free page
+        # an upper bound, because a found page that another request holds does not use up a free page
         ends, cost = (max(needed, have),), new + count
         return Reservation(
             found.pages, (end,), _FIRST, ends, leaving, new, end, cost, start, active, cached, found.reached

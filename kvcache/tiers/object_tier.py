@@ -96,7 +96,7 @@ class ObjectFormat:
         return self.count * self.record_bytes
 
     def bounds(self, pages: int) -> list[tuple[int, int]]:
-        """Returns the range of pages, `(first, end)`, of each object of a run of `pages` pages."""
+        """Returns the range of pages, `(first, end)`, in each object for a run of `pages` pages."""
         ends = [*range(self.count, pages + 1, self.count)]
         if self.tails and pages % self.count:
             ends.append(pages)

@@ -6,8 +6,8 @@ A lower tier stores a state under the digest of the last page that it covers. A 
 one. So a state on the host is copied directly into the request's state page when the request reserves its pages. The
 loop does not wait for this copy, because the device runs its later work after the copy.
 
-Host memory is divided between pages and states once, at the start. A state is as large as hundreds of pages, so slots
-of one common size would waste memory. Slots of different sizes cannot share memory either. Making room would require
+Host memory is divided between pages and states once, at startup. A state is as large as hundreds of pages, so slots of
+one common size would waste memory. Slots of different sizes cannot share memory either. Making room would require
 moving slots, but a slot must not move while its content is being written to a file. Files are divided in the same way.
 A store is asked for the newest state of a prompt: from the prompt's last page backwards, a few pages at a time.
 """

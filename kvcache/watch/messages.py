@@ -87,7 +87,8 @@ class AskLook(msgspec.Struct, frozen=True, kw_only=True, tag="ask_look/1"):
     # the number of the last snapshot that the watcher received; 0 if there was none, so that the answer is complete
     known: Count = 0
     incarnation: Label = ""  # the random id of the endpoint that sent the last snapshot (`Look.incarnation`)
-    # Whether the loop should recount all pages. The loop runs no step during the recount. `CheckReport` has the result.
+    # Whether the loop should recount all pages. The loop does not run steps during the recount. `CheckReport` has the
+    # result.
     check: bool = False
 
 
