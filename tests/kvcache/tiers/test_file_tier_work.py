@@ -28,6 +28,7 @@ from tests.kvcache.tiers.test_file_tier import (
     written,
 )
 
+LONGEST_WAIT_S = module._LONGEST_WAIT_S  # The fixture sets a longer one.
 __all__ = ["served"]  # the fixture
 EVERY = np.ones((1, 4), np.bool_)  # a mask of the prompt's pages
 
@@ -207,14 +208,36 @@ def test_a_reset_removes_the_folder_with_the_old_files(served: Make) -> None:
     assert not old.exists()
 
 
-def test_a_close_waits_for_both_threads(served: Make, tmp_path: Path) -> None:
+class SlowWrites(SystemIO):
+    """A writer of files whose writes wait until the test lets them run."""
+
     may = threading.Event()
 
-    class SlowWrites(SystemIO):
-        def write(self, *given: Any) -> None:
-            may.wait(30)
-            super().write(*given)
+    def write(self, *given: Any) -> None:
+        self.may.wait(30)
+        super().write(*given)
 
+
+def test_pages_that_are_being_written_are_not_written_again(served: Make, tmp_path: Path) -> None:
+    SlowWrites.may.clear()
+    it = served(io=lambda memory: SlowWrites())
+    now, files = 100.0, files_of(it)
+    files._clock = lambda: now
+    it.serve(PROMPT)
+    it.tiers.store_all()
+    for _ in range(3):
+        now += 2.0
+        files.tick()
+        assert len(files._writer.jobs) == 1
+        files.used(it.digests(PROMPT))  # No file has the pages yet, so they are queued again.
+    SlowWrites.may.set()
+    files.flush()
+    assert it.manager.metrics.file_blocks_written == 4
+    assert len(page_files(tmp_path)) == 1
+
+
+def test_a_close_waits_for_both_threads(served: Make, tmp_path: Path) -> None:
+    SlowWrites.may.clear()
     before = set(threading.enumerate())
     it = served(io=lambda memory: SlowWrites())
     files = files_of(it)
@@ -223,7 +246,7 @@ def test_a_close_waits_for_both_threads(served: Make, tmp_path: Path) -> None:
     files._begin_write()
     threads = set(threading.enumerate()) - before
     assert len(threads) >= 1
-    later = threading.Timer(0.05, may.set)
+    later = threading.Timer(0.05, SlowWrites.may.set)
     later.start()
     files.close()
     files.close()
@@ -235,7 +258,7 @@ def test_a_close_waits_for_both_threads(served: Make, tmp_path: Path) -> None:
 def test_a_wait_for_reads_is_short_and_a_reservation_without_it_does_not_wait(
     served: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert module._LONGEST_WAIT_S <= 0.1
+    assert LONGEST_WAIT_S <= 0.1
     monkeypatch.setattr(module, "_LONGEST_WAIT_S", 3600.0)
     again = slow(served)
     files, digests = files_of(again), again.digests(PROMPT)[None]
