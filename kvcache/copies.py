@@ -28,10 +28,10 @@ def page_rows(blocks: torch.Tensor) -> torch.Tensor:
 
     A row is a whole page: everything up to the start of the next page, including scales and padding.
     """
-    return _as_words(blocks, blocks.stride(0))
+    return as_words(blocks, blocks.stride(0))
 
 
-def _as_words(blocks: torch.Tensor, elements: int) -> torch.Tensor:
+def as_words(blocks: torch.Tensor, elements: int) -> torch.Tensor:
     """Returns a view of the first `elements` elements of each page, `[pages, words]`.
 
     The words are int64, or uint8 if the size of `elements` elements is not a multiple of 8 bytes.
@@ -227,7 +227,7 @@ class PageMover:
     """
 
     def __init__(self, shards: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Any) -> None:
-        rows = [(_as_words(blocks, slots.shape[1] // blocks.element_size()), slots) for blocks, slots in shards]
+        rows = [(as_words(blocks, slots.shape[1] // blocks.element_size()), slots) for blocks, slots in shards]
         self._pages = [pages for pages, _ in rows]
         self._slots = [slots.view(pages.dtype) for pages, slots in rows]
         self._stream = stream

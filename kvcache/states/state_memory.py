@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvcache.copies import as_words
 from kvcache.errors import InvalidParamsError, PoolTooSmallError
 from kvcache.layout import KindPages, PageLayout, allocate_blocks
 from kvcache.params import CONV_KINDS, SSM_KIND, KVCacheParams, StateShape
@@ -190,16 +191,15 @@ def _views(kinds: Mapping[str, PageLayout], rows: torch.Tensor, count: int, slab
 
 
 def state_rows(layouts: StateLayouts, blocks: Sequence[Sequence[torch.Tensor]]) -> list[Any]:
-    """Returns views of states as rows of bytes, uint8 `[pages + 1, bytes]`, for each kind on each shard.
+    """Returns views of states as rows of words, `[pages + 1, words]`, for each kind on each shard.
 
     On the CPU the views are numpy arrays, because torch takes 4 us more than numpy to copy a row.
     """
     rows = list[Any]()
     for kinds, tensors in zip(layouts, blocks, strict=True):
         for layout, of_kind in zip(kinds.values(), tensors, strict=True):
-            words = of_kind.as_strided((len(of_kind), layout.page_bytes // layout.itemsize), (of_kind.stride(0), 1))
-            of_bytes = words.view(torch.uint8)
-            rows.append(of_bytes.numpy() if of_bytes.is_cpu else of_bytes)
+            words = as_words(of_kind, layout.page_bytes // layout.itemsize)
+            rows.append(words.numpy() if words.is_cpu else words)
     return rows
 
 

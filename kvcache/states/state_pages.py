@@ -514,22 +514,18 @@ class StatePages:
         told = (has > 0) & (has == self._told[pages])
         if self.drafted or np.count_nonzero((has != tokens) | (self.pool.writers[pages] > 0) | told):
             for request_id, start in zip(request_ids, tokens, strict=True):
-                self._refuse_run(request_id, start)
+                self.check_booked(request_id)
+                if (covered := self.tokens_of(request_id)) != start:
+                    raise StatePageError(
+                        f"request {request_id!r} would run from token {start}, but its state covers {covered} tokens: "
+                        "release it and run it from its first token"
+                    )
+                if self.is_promised(request_id):
+                    raise StatePageError(
+                        f"request {request_id!r}: its state after {covered} tokens is leased, and the next step would "
+                        "overwrite it: end the lease, or release the request and run it from its first token"
+                    )
         return from_numpy(pages).to(self.blocks[0][0].device)
-
-    def _refuse_run(self, request_id: str, start: int) -> None:
-        """Raise an error of `pages_at` if the request cannot run from token `start`."""
-        self.check_booked(request_id)
-        if (has := self.tokens_of(request_id)) != start:
-            raise StatePageError(
-                f"request {request_id!r} would run from token {start}, but its state covers {has} tokens: "
-                "release it and run it from its first token"
-            )
-        if self.is_promised(request_id):
-            raise StatePageError(
-                f"request {request_id!r}: its state after {has} tokens is leased, and the next step would "
-                "overwrite it: end the lease, or release the request and run it from its first token"
-            )
 
     def advance(self, pages: torch.Tensor, tokens: Sequence[int]) -> None:
         """Record that every layer of `pages` was written, and that the states now include `tokens` tokens."""

@@ -132,11 +132,6 @@ class FileFormat:
             return names, np.zeros(len(names), np.intp)
         return np.ascontiguousarray(names[:, :-1]), names[:, -1].astype(np.intp)
 
-    def refuses(self, names: Digests) -> bool:
-        """Whether `names` are invalid, because they contain a page twice or an unknown block table."""
-        unknown = self.tables > 1 and bool((names[:, -1] >= self.tables).any())
-        return unknown or len({row.tobytes() for row in names}) < len(names)
-
     def size_of(self, count: int) -> int:
         return count * (self.page_bytes + self.row_bytes) + _FOOTER.size
 
@@ -227,7 +222,9 @@ def read_rows(path: Path, layout: FileFormat) -> Digests | FileRefusal:
         return FileRefusal.CORRUPTED
     table = np.frombuffer(rows, np.uint8).reshape(count, -1)
     names = np.ascontiguousarray(table[:, : layout.name_bytes]).view(np.uint64)
-    return FileRefusal.FOREIGN if layout.refuses(names) else names
+    unknown = layout.tables > 1 and (names[:, -1] >= layout.tables).any()  # a block table that does not exist
+    twice = len({name.tobytes() for name in names}) < len(names)
+    return FileRefusal.FOREIGN if unknown or twice else names
 
 
 def read_pages(
