@@ -44,7 +44,7 @@ def _kind(kind: Any, needed: str) -> Callable[[str, Any], object]:
 
 
 def _apply(rules: Mapping[str, Callable[[str, Any], object]], params: object) -> None:
-    """Check each field for which there is a rule, and replace numpy's numbers by Python's."""
+    """Check each field for which there is a rule, and replace numpy's numbers with Python's."""
     for name, rule in rules.items():
         object.__setattr__(params, name, rule(name, getattr(params, name)))
 
@@ -370,7 +370,7 @@ class KVCacheParams:
     groups: tuple[LayerGroup, ...] = ()
     # For 8-bit values with scales. The scales lie in the page, and are shared, copied, evicted and transferred with it.
     kvcache_quant_config: KVCacheQuantizationConfig | None = None
-    # The state that recurrent layers keep of each request; None if there are no such layers. Each claimed request then
+    # The state that recurrent layers keep for each request; None if there are no such layers. Each claimed request then
     # has a state page. With prefix caching, copies of states are kept, and a hit ends after a page for which such a
     # copy exists (`kvcache.states`).
     states: StateShape | None = None

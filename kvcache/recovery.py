@@ -32,7 +32,7 @@ class Recovered:
 
     The interrupted call has returned nothing. If the interrupt came while the call was returning, the manager cannot
     know that the result was lost. So the other fields list everything that is open. End every listed object that you do
-    not know.
+    not recognise.
     """
 
     call: str | None

@@ -125,7 +125,7 @@ def merge_codes(old: Codes, new: Codes | None) -> Codes:
     """Returns the new codes of pages with the codes `old`, after a request that used these pages has released them.
 
     `new` has the codes of the request's hints, or is None if it has none. The latest hint counts, with one exception.
-    If a hint said to evict a page first, and the page was used again nevertheless, then several sessions share it (for
+    If a hint said to evict a page first, and the page was used again all the same, then several sessions share it (for
     example, it is part of a system prompt). In that case the end of one session does not make the page the first to be
     evicted again.
     """

@@ -230,7 +230,7 @@ class _Connection:
             self.up = self.up[self.inner.send(self.up) :] if self.up else b""
 
     def send_down(self) -> None:
-        """Send as many bytes of the ZMQ socket to the peer as the peer accepts now."""
+        """Send as many bytes from the ZMQ socket to the peer as the peer accepts now."""
         with contextlib.suppress(BlockingIOError):
             if not self.down:
                 data = self.inner.recv(_PASSED)
@@ -342,7 +342,7 @@ class Gate:
                     keep_connected(client)
                 inner.connect("\0" + self._inner_name)
                 opened.pop_all()
-        except OSError:  # the gate cannot connect to the ZMQ socket, so the peer is closed, and will connect again
+        except OSError:  # the gate cannot connect to the ZMQ socket, so it drops the peer, which will connect again
             return
         peer = _Connection(client, inner, self._limits)
         self._peers[peer] = (0, 0)

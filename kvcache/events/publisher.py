@@ -30,8 +30,8 @@ from kvcache.params import KVEvents
 from kvcache.sockets import SUBSCRIPTIONS, bound_socket
 
 _LOOK_MS = 5  # in milliseconds: how long the thread sleeps when the log is empty
-# The thread pauses after this many entries, and after a number of tokens in events. The reason is that Python switches
-# threads only after 5 ms, unless the running thread waits. The pause is long enough for a waiting thread to wake up.
+# The thread pauses after this many entries, and after a number of tokens in events, because Python switches threads
+# only after 5 ms, unless the running thread waits. The pause is long enough for a waiting thread to wake up.
 _ENTRIES_A_TURN = 16
 _TOKENS_A_TURN = 1 << 11
 _PAUSE_S = 5e-5

@@ -30,7 +30,7 @@ class Context(Protocol):
     is preempted, the manager keeps the hashes of the request's pages in it.
 
     `cache_salt` and `extra_keys` may change until the request gets pages. From then on they must stay the same until
-    the request is released. If they change nevertheless, `maybe_reserve`, `step` and imports refuse the context.
+    the request is released. If they do change, `maybe_reserve`, `step` and imports refuse the context.
 
     Each token must fit into 32 bits, because pages are named by 32-bit tokens. A call refuses other tokens.
 

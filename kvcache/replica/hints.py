@@ -294,12 +294,12 @@ class StateHints:
     A prefix is found only up to a cached state, so a hint that keeps the pages of a prefix must also keep a state. A
     cached state has the hint of the last page before it.
 
-    A hint to stay longer applies only to states from which a likely next request would resume. These are the newest
-    states before three points: the end of each hinted range; the end of all tokens of the request, for the next turn of
-    its conversation; and the end of its prompt, for the same prompt again or for a next turn without the model's
-    reasoning. Hardly any request resumes from older states, and each state is as large as the pages of thousands of
-    tokens. A hint to be evicted first applies to all states of the hinted pages, because no request is expected to need
-    any of them.
+    A hint to keep pages longer applies only to states from which a likely next request would resume. These are the
+    newest states before three points: the end of each hinted range; the end of all tokens of the request, for the next
+    turn of its conversation; and the end of its prompt, for the same prompt again or for a next turn without the
+    model's reasoning. Hardly any request resumes from older states, and each state is as large as the pages of
+    thousands of tokens. A hint to evict pages first applies to all states of the hinted pages, because no request is
+    expected to need any of them.
 
     The cached states have an eviction order of their own, of the same kind as that of the pages. If states and pages
     share one memory, `SlabPool` decides whether a state or a page is evicted next. If states have separate memory, a

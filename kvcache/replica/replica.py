@@ -312,7 +312,7 @@ class Replica:
         return self.tier.fetches or any(states.pages.below.fetches for states in self.states)
 
     def _ask(self, digests: Digests, first: int, *, wait: bool) -> tuple[bool, Digests | None]:
-        """Ask remote stores which pages and states they have, as far as this is not known yet.
+        """Ask remote stores whether they have the pages and states for which this is not known yet.
 
         Returns whether an answer is on its way, and the digests of the pages that may exist. The second value is None
         if the caller must wait for the answer before it can decide which pages to load.
@@ -440,8 +440,7 @@ class Replica:
 
     def hasher(self, row: int | None, context: SafeContext) -> PrefixHasher:
         """Returns the request's hasher. The context keeps the hasher, or this object if the context cannot carry it."""
-        # A request without pages may still get another salt or other keys. Later changes are refused by
-        # `refuse_renamed`.
+        # The salt and keys of a request without pages may still change. `refuse_renamed` refuses later changes.
         named = self._named.get(row, context.named)
         kept = context.prefix_hasher or self._hashers.get(row)
         if kept is None or not kept.fits(self.hash_algorithm, self.page_size, named):

@@ -11,7 +11,7 @@ A request may resume after a page if each table has the pages that the next quer
 attention have pages for all known tokens. Tables with a window have pages up to the end of the chunk that runs, so a
 long prompt needs only the pages of a window and a chunk.
 
-If a request is leased, its leases take over the pages that fall out of a window and that readers may know.
+If a request is leased, its leases take over those pages that fall out of a window and may be known to readers.
 """
 
 from collections.abc import Callable, Iterator, Sequence

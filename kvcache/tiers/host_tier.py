@@ -151,9 +151,9 @@ class LowerTier:
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:
         """Begin to read the `wanted` pages, which the tier has, into host memory.
 
-        The pages at the beginning of the prompt are read first, as far as the host has room. `gain` is the number of
-        pages whose tokens need not be computed once the `wanted` pages are read. With `wait`, the call waits a limited
-        time for the pages.
+        The pages at the beginning of the prompt are read first, as many as the host has room for. `gain` is the number
+        of pages whose tokens need not be computed once the `wanted` pages are read. With `wait`, the call waits a
+        limited time for the pages.
         """
 
     @abstractmethod

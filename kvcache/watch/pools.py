@@ -32,7 +32,7 @@ class WatchedPool:
 
     @property
     def pool(self) -> PagePool:
-        """The pool that is watched. If another `PagePool` object takes its place, the endpoint records anew."""
+        """The pool that is watched. If another `PagePool` object replaces it, the endpoint starts recording again."""
         return self._pool
 
     def cells(self) -> Cells:
