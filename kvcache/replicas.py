@@ -199,7 +199,8 @@ class Replicas:
         # At its first reservation, a request uses cached pages even if it runs only one token.
         first_time = replica.rows.prompt.item(row) < 0
         if first_time:
-            self._take_up()
+            if self._all_tiers:
+                self._take_up()
             for copies in self._copies:
                 copies.bring(replica_idx, row, context, num_steps)
         new_pages = replica.reserve(row, context, context.indices, num_steps)
