@@ -19,11 +19,11 @@ from transfer.pull.source import Place, Source
 from transfer.wire.handshake import HandshakeClient
 from transfer.wire.messages import MAX_DIGEST_BYTES, Answer, ContentQuery, LeasedPages, LeaseReply, open_pages
 
-# In seconds: the pause before a question is repeated to a source that has not processed it yet. The pause doubles each
+# In seconds: the pause before a query is sent again to a source that has not processed it yet. The pause doubles each
 # time, up to the maximum.
 _PAUSE_S, _MAX_PAUSE_S = 1e-4, 0.05
 _LATE_S = 10.0
-"""In seconds: how long an answer is still accepted after its question has timed out.
+"""In seconds: how long an answer is still accepted after its query has timed out.
 
 A late answer may come with a lease, which this reader then gives back. Otherwise the lease would keep its pages at the
 source until it expires. Until then this reader could not get the same pages again, because a source lends a page to a
@@ -32,15 +32,15 @@ reader under only one lease at a time.
 
 
 class Lent(NamedTuple):
-    """A source's answer to a question for pages by content.
+    """A source's answer to a query for pages by content.
 
     Attributes:
-        key: the key of the question.
+        key: the key of the query.
         source: the source, with the lease under which the pages can be pulled. None if the source has none of the
             pages, if it may lend no more of them, or if there is an error.
         table: block table of the leased pages, for `import_block_table`; None without a source.
-        error: why the question failed: the source has not answered, has refused, or has named unusable pages. Empty
-            after a valid answer, even if the answer has no pages.
+        error: why the query failed: the source has not answered, has refused, or has named unusable pages. Empty after
+            a valid answer, even if the answer has no pages.
     """
 
     key: str
@@ -51,7 +51,7 @@ class Lent(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """An open question, and when to ask it again."""
+    """An open query, and when to send it again."""
 
     replica: int
     key: str
@@ -62,7 +62,7 @@ class _Question:
     at: float = -math.inf  # when to ask again; inf while an answer is awaited
     pause_s: float = _PAUSE_S
     waits_for: str = ""
-    # Whether the time-out of the question was reported to its owner. A lease that is granted after the report is given
+    # Whether the timeout of the query was reported to its owner. A lease that is granted after the report is given
     # back.
     is_told: bool = False
 
@@ -71,12 +71,12 @@ class PageAsks:
     """Asks sources for pages by digest. Only the serving loop's thread may use this object. No call blocks.
 
     Args:
-        client: sends the questions. No other object may use it.
+        client: sends the queries. No other object may use it.
         name: name of the asking process.
         key: key of the digests that authenticate the answers.
         compatibility: entries that must be equal here and at the source, such as the model.
         kind: what the cache stores for a token (`kvcache.layout.kv_kind`). It must be equal at the source, too.
-        tables: number of block tables of a request.
+        tables: number of block tables per request.
         kinds: kind of each block table, as in a `BlockTable`.
         beside: number of groups that follow the groups of token pages in a block table. Each of them has one page,
             which holds a state of the request.
@@ -149,7 +149,7 @@ class PageAsks:
         return found
 
     def close(self) -> None:
-        """Drops all open questions. Safe to call twice."""
+        """Drops all open queries. Safe to call twice."""
         self._open.clear()
         self._client.close()
 
@@ -177,7 +177,7 @@ class PageAsks:
             self._on_pages(ask, where, answer.pages)
 
     def _on_pages(self, ask: _Question, where: str, data: bytes) -> None:
-        """Ends a question with the pages that were leased. If they are not the requested ones, gives the lease back."""
+        """Completes a query with the leased pages. Gives the lease back if they are not the requested pages."""
         try:
             pages = open_pages(data, ask.place[1], None, self._key)
         except TransferError as error:
@@ -188,7 +188,7 @@ class PageAsks:
             return
         source = Source(*ask.place, LeaseRef(pages.lease_id, pages.slot, pages.duration_s), pages.incarnation)
         size = pages.num_tokens // ask.query.page_size * len(pages.prompt_digest)
-        # the digests of the leased pages; empty if more pages were leased than the question has digests
+        # the digests of the leased pages; empty if the source leased more pages than the query asked for
         digests = ask.digests[:size] if size <= len(ask.digests) else b""
         if fault := self._fault(ask, pages, digests):
             self._end(ask, error=f"{where}: lease {pages.lease_id:#018x} {fault}")
@@ -197,7 +197,7 @@ class PageAsks:
             self._end(ask, source, self._table(ask, pages, digests))
 
     def _fault(self, ask: _Question, pages: LeasedPages, digests: bytes) -> str:
-        """Returns how the leased pages differ from the requested pages. The text is empty if they do not differ."""
+        """Describes how the leased pages differ from the requested ones. Empty if they do not differ."""
         count, rest = divmod(pages.num_tokens, ask.query.page_size)
         groups, beside = pages.block_ids[: self._tables], pages.block_ids[self._tables :]
         most = max(map(len, groups), default=0)

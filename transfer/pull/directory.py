@@ -2,7 +2,7 @@
 
 An engine is found by its address and engine id, watched while pulls read from it, and finally forgotten.
 
-A request names its source. If the name is wrong, only the requests with this name fail. With the first request for an
+A request names its source. If the name is wrong, only the requests with this name fail. At the first request for an
 engine, the directory asks for the engine's metadata. It forgets the engine when the engine dies, is replaced, or stays
 idle. If a second engine answers under the id of a loaded engine, the directory first pings the loaded engine. It
 replaces the loaded engine only if the loaded engine is gone. If no key authenticates metadata, an engine is loaded only
@@ -140,7 +140,7 @@ class Directory:
 
         Args:
             address: ZMQ endpoint at which the engine answers pings, in the form in which requests will name it.
-            ranks: by rank, the sealed metadata.
+            ranks: the sealed metadata of each rank, in order.
 
         Raises:
             TransferError: the metadata is damaged or does not fit, or neither a key nor a process vouches for it.
@@ -294,7 +294,7 @@ class Directory:
         self._client.ask(peer.place[0], Ping(query_id=0, engine_id=peer.place[1]), done, self._times.dead_after_s)
 
     def _forget(self, peer: Peer, failure: Failure) -> None:
-        """Forgets an engine and all that was learnt from it. The next request asks for its metadata again."""
+        """Forgets an engine and everything that was learnt about it. The next request asks for its metadata again."""
         address, engine_id = peer.place
         self._peers.pop(peer.place, None)
         peer.candidate = None

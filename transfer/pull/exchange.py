@@ -1,4 +1,4 @@
-"""`PageExchange`: leases a manager's pages to other processes, and pulls pages of other processes into the manager.
+"""`PageExchange`: leases a manager's pages to other processes, and pulls pages from other processes into the manager.
 
 Each process has one exchange. It turns each replica of the manager into an engine with a separate transfer thread, and
 runs the server that describes these engines to peers.
@@ -76,25 +76,25 @@ class ExchangeEvent(NamedTuple):
 
 
 class PageExchange:
-    """Leases pages of a manager to other processes, and pulls their pages into it.
+    """Leases a manager's pages to other processes, and pulls pages from other processes into the manager.
 
     From `offer` until the lease word is cleared on every shard, the manager holds the leased pages, whatever happens to
     their request. The pages that a pull writes belong to the pull until none of its READs is in flight, whatever
     happens to the import. In both cases `poll` then releases the pages.
 
-    The thread that runs the scheduler may call every method at any time. Only `wait`, `seal` and `close` block. A few
-    pages (up to 1 MiB, from a known source) are read within the call that asks for them, because waking the transfer
-    thread would take longer.
+    The thread that runs the scheduler may call every method at any time. Only `wait`, `seal` and `close` block. A small
+    pull (up to 1 MiB, from a known source) is read within the call that requests it, because waking the transfer thread
+    would take longer.
 
     Args:
         manager: the manager whose pages are leased and filled. Its tensors must live until `close`.
-        name: name of this process for its peers. Its replicas are the engines `<name>/<replica>`.
+        name: the name by which peers know this process. Its replicas are the engines `<name>/<replica>`.
         bind: ZMQ endpoint of the handshake server.
         compatibility: entries that must agree with a peer's, such as the model.
         replica_options: keyword arguments for `ReplicaTransfer`: its time limits, and `timed`.
         verify: whether the source makes checksums of pages, and the reader compares all pulled pages with them. Both
             processes then need the same page layout.
-        agent: makes an agent, given its name and memory type. Tests pass a function that injects faults.
+        agent: creates an agent, given its name and memory type. Tests pass a function that injects faults.
         keyring: keys of the sockets between engines; None for plain sockets.
         secret: the fleet's shared secret, in the form that `transfer.wire.secret.read_secret` reads. The keys of these
             sockets, and of the metadata that they carry, are then derived from it. Give a secret or a keyring, but not
@@ -106,19 +106,19 @@ class PageExchange:
 
     Attributes:
         address: the bound endpoint of the handshake server.
-        incarnation: a random name, new with each start.
+        incarnation: a random name, new at each start.
         cards: the description of each replica for peers.
         bell: has a descriptor that is readable when `poll` has events or work. Answers to `ask` do not ring the bell;
             they arrive on `sockets`.
         lending: the pages leased to readers that asked for them by digest.
         threads: the transfer thread of each replica, with its statistics.
-        queries: counts of peers' questions, by outcome.
+        queries: number of peers' queries, by outcome.
 
     Raises:
         AgentError: NIXL cannot be used.
         HandshakeError: the endpoint cannot be bound.
         InvalidEngineError: an argument is invalid, the secret cannot be read, or both a secret and a keyring are given.
-            No thread, agent or socket was made.
+            No thread, agent or socket was created.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class PageExchange:
 
     @property
     def pull_seconds(self) -> float:
-        """Seconds in which a READ was under way or a source was awaited, summed over all replicas."""
+        """Seconds during which a READ was under way or a source was awaited, summed over all replicas."""
         return sum(thread.pull_seconds for thread in self.threads)
 
     @property
@@ -286,9 +286,9 @@ class PageExchange:
         return self._grant(held, slots, new_lease_id(), name, LENT_S, running=False, pages=pages)
 
     def seal(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
-        """Makes the checksums of computed pages if readers verify them. `pages` has the page ids of each group.
+        """Records the checksums of computed pages if readers verify them. `pages` has the page ids of each group.
 
-        Blocks until the checksums are made.
+        Blocks until the checksums are recorded.
         """
         if self._verify:
             self._thread(replica).call(lambda transfers: [rank.seal(pages) for rank in transfers.ranks])
@@ -324,20 +324,20 @@ class PageExchange:
         """Asks a source for pages by content, whichever request computed them. `poll` returns the answer as `Lent`.
 
         The source leases consecutive pages, starting with the first page. It stops at the first page that it lacks or
-        may not lease. An answer with few or no pages is not an error, and a repeated question may get fewer pages.
-        Import and pull the table of a `Lent` like the table of any offer. All pages before the table's first page must
-        already be cached here. A prompt can therefore be pulled in several parts, from different sources. `refuse`
-        gives back a lease that will not be pulled. Without `refuse`, such a lease expires within seconds.
+        may not lease. An answer with few or no pages is not an error, and a repeated query may get fewer pages. Import
+        and pull the table of a `Lent` like the table of any offer. All pages before the table's first page must already
+        be cached here. A prompt can therefore be pulled in several parts, from different sources. `refuse` gives back a
+        lease that will not be pulled. Without `refuse`, such a lease expires within seconds.
 
         Args:
-            replica: the asking replica, which the event names again.
-            key: name of the question, which the event repeats.
+            replica: the asking replica; the event repeats it.
+            key: name of the query; the event repeats it.
             address: ZMQ endpoint of the source's handshake server.
             engine_id: the engine at that address, a replica of another exchange.
             wanted: the result of `manager.contents.digests` for the request. The digests may begin at any page, because
                 each digest covers all pages before it. Only the first 512 KiB of digests are sent.
-            timeout_s: seconds until the source is given up, which `Lent` reports as an error. If the source grants a
-                lease after that, the lease is given back.
+            timeout_s: how long to wait for the answer, in seconds. `Lent` reports a timeout as an error. If the source
+                grants a lease after that, the lease is given back.
 
         Raises:
             InvalidRequestError: (a ValueError) an argument has a wrong type or is out of range. Every method that takes
@@ -360,8 +360,9 @@ class PageExchange:
 
         If several sources are given, the pull reads from all of them at the same time. If several sources hold a page,
         a faster source is more likely to deliver it. If a source fails, the pull reads from the other sources
-        instead. If no source has a certain page any more, a pull for a single block table still succeeds, with the
-        pages before that page. The event that ends the pull then has `stop`, and the import covers fewer tokens.
+        instead. If a page is no longer available from any source, a pull for a single block table still succeeds, but
+        only with the pages before that page. The event that ends the pull then has `stop`, and the import covers fewer
+        tokens.
 
         Args:
             key: name of the pull. No other open pull on the import's replica may have it.
@@ -387,7 +388,7 @@ class PageExchange:
             else:
                 self._pull_shared(key, source, copier, timeout_s)
         except BaseException:
-            copier.give_up()  # nothing was written yet
+            copier.give_up()  # nothing has been written yet
             raise
         self._pulls[replica, key] = copier
 
@@ -413,7 +414,7 @@ class PageExchange:
         return shares(sum(num_tokens // layout.page_size * layout.page_bytes for layout in self._manager.layouts))
 
     def open_pull(self, replica: int, key: str, source: Source, timeout_s: float) -> None:
-        """Opens a pull whose pages `read` names later. The source's lease is renewed from now on.
+        """Opens a pull whose pages are named later, by `read`. The source's lease is renewed from now on.
 
         Raises:
             InvalidRequestError: (a ValueError) a pull of this name is open.
@@ -436,7 +437,7 @@ class PageExchange:
         The first call takes the import's copier for the pull. The copier's proof comes with the pull's last event.
 
         Raises:
-            InvalidRequestError: (a ValueError) no such pull is open, or its last pages were already asked for; or the
+            InvalidRequestError: (a ValueError) no such pull is open, or its last pages were already requested; or the
                 import is closed, belongs to another manager, replica or pull, or is written by another pull.
         """
         check_text("key", key)
@@ -468,7 +469,7 @@ class PageExchange:
     def sockets(self) -> list[zmq.Socket[bytes] | Bell]:
         """The objects for `zmq.zmq_poll` to sleep on. At least one object is readable when `poll` must be called.
 
-        Read this property again before each sleep, because the sockets change with each call of `ask` and each answer.
+        Read this property again before each sleep, because the sockets change with each call to `ask` and each answer.
         """
         return [self.bell, *self._asks.sockets]
 
@@ -528,7 +529,7 @@ class PageExchange:
         self._manager.end_lease(held)
 
     def wait(self, replica: int, timeout_s: float) -> None:
-        """Blocks until there is an event on a replica, or until the time is over."""
+        """Blocks until there is an event on a replica, or until the timeout."""
         number("timeout_s", timeout_s, error=InvalidRequestError)
         thread = self._thread(replica)
         thread.wait(lambda: bool(thread.events), timeout_s)
@@ -541,7 +542,8 @@ class PageExchange:
     def close(self) -> None:
         """Ends all leases and pulls, and gives their pages back to the manager. Safe to call twice.
 
-        If a transfer thread cannot be ended, the pages of its replica stay held, because the thread may still use them.
+        If a transfer thread cannot be stopped, the pages of its replica stay held, because the thread may still use
+        them.
         """
         for replica, thread in enumerate(self.threads):
             thread.close()

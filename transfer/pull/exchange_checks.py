@@ -1,6 +1,6 @@
-"""Checks the arguments of `PageExchange`, before anything is made or changed.
+"""Checks the arguments of `PageExchange`, before anything is created or changed.
 
-Without these checks, a wrong argument would fail later. If it failed on the transfer thread, it would end that thread.
+Without these checks, a wrong argument would fail later. If it failed on the transfer thread, it would kill that thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_text(name: str, value: object, error: type[KVCacheError] = InvalidRequ
 
 
 def check_exchange(owner: object, given: object, options: Mapping[str, Any]) -> None:
-    """Raises `InvalidEngineError` unless an exchange can be made from a manager, a name and the other arguments."""
+    """Raises `InvalidEngineError` unless an exchange can be created from a manager, a name and the other arguments."""
     if isinstance(owner, type) or any(not (hasattr(type(owner), one) or hasattr(owner, one)) for one in _OF_MANAGER):
         raise InvalidEngineError(f"manager is {shown(owner)}: a manager with a cache's pages is needed")
     if not isinstance(given, str) or not 0 < len(given) <= _MOST_NAME:
@@ -78,7 +78,7 @@ def check_source(name: str, source: object, error: type[KVCacheError] = InvalidL
 
 
 def check_pull(key: object, source: object, pending: object, timeout_s: object, replicas: int) -> None:
-    """Raises `InvalidRequestError` unless a pull can be asked for with these arguments."""
+    """Raises `InvalidRequestError` unless a pull can be requested with these arguments."""
     check_text("key", key)
     if isinstance(source, Source) or not isinstance(source, list | tuple):
         check_source("source", source, InvalidRequestError)

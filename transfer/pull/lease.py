@@ -33,9 +33,9 @@ CLEARED = 0
 """What a lease word holds while there is no lease. No lease has this id."""
 
 LEASE_SLOTS = 4096
-"""The most leases of this process's own requests at the same time."""
+"""How many leases this process's own requests may have at the same time."""
 LENT_SLOTS = 1024
-"""The most leases, at the same time, of pages that readers asked for by content.
+"""How many leases on pages that readers asked for by content may exist at the same time.
 
 The words of these leases follow the words of the leases of our own requests. A reader that asks by content can
 therefore never take a word that one of our own requests needs.
@@ -49,11 +49,11 @@ Verdict = Literal["accepted", "unknown", "late", "duplicate", "malformed"]
 
 
 def make_words(count: int) -> NDArray[np.uint64]:
-    """Returns `count` zeroed words, uint64, which fill separate pages of memory.
+    """Returns `count` zeroed words (uint64), in memory pages of their own.
 
-    These pages of memory hold no other data that a peer could read. The memory is private to this process. A forked
-    child finds zeros at the same address, and the parent does not see the child's writes. If a reader reads a lease
-    word in the child, for example because the child now has our pid, the reader finds no lease.
+    These memory pages hold no other data that a peer could read. The memory is private to this process. A forked child
+    finds zeros at the same address, and the parent does not see the child's writes. If a reader reads a lease word in
+    the child, for example because the child now has our pid, the reader finds no lease.
     """
     size = count * WORD_BYTES
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # freed with the last view of it
@@ -113,8 +113,8 @@ class Lease:
     # When the lease expires, by the clock of its `LeaseBook`; a renewal extends it. Inf if the clock has not started.
     deadline: float = math.inf
     last_deadline: float = math.inf  # renewals do not extend `deadline` beyond this
-    # For each reading engine, the notes by which its ranks have said that they have finished, as pairs: the local rank
-    # that got the note, and the reading rank that sent it.
+    # For each reading engine, which of its ranks have told which local ranks that they have finished, as pairs: the
+    # local rank that got the note, and the reading rank that sent it.
     heard: dict[str, set[tuple[int, int]]] = field(default_factory=dict[str, set[tuple[int, int]]])
     # for each reading engine in `heard`: its number of ranks
     ranks: dict[str, int] = field(default_factory=dict[str, int])
@@ -139,13 +139,13 @@ class LeaseBook:
 
     Args:
         words: uint64 `[slots]` for each local rank, from `make_words`: the lease words. They must be registered, and
-            stay mapped while any peer lives.
+            must stay mapped as long as any peer is alive.
         clock: a monotonic clock, in seconds. Deadlines are only used in this process; peers are told durations.
-        longest: the longest life of a lease with renewals, as a multiple of its duration.
+        longest: the longest lifetime of a renewed lease, as a multiple of its duration.
 
     Attributes:
         words: the argument `words`.
-        counts: number of readers' notes, by verdict.
+        counts: number of notes from readers, by verdict.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class LeaseBook:
         return "accepted"
 
     def end(self, lease_id: int, reason: str) -> Lease | None:
-        """Ends a lease even while it is read, and returns it with its words cleared; None if it had already ended.
+        """Ends a lease, even one that is being read, and returns it with its words cleared; None if it ended before.
 
         Use this to abort a lease, or if its pages are needed. Readers learn from their fence that the lease has ended.
         """

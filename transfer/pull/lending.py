@@ -1,9 +1,9 @@
 """The source's side of a pull by content: readers ask for pages by digest, and this process leases its pages to them.
 
-A question arrives on the handshake server's thread. That thread has no access to the pages, so the question waits for
-the serving loop. The loop looks up the pages, holds them, and requests a lease for them. The server keeps the question
-open for a while. If there is still no answer, the reader asks again. When every rank has granted the lease, the reader
-gets the page ids, and pulls the pages as under any other lease.
+A query arrives on the handshake server's thread. That thread has no access to the pages, so the query waits for the
+serving loop. The loop looks up the pages, holds them, and requests a lease for them. The server keeps the query open
+for a while. If there is still no answer, the reader asks again. When every rank has granted the lease, the reader gets
+the page ids, and pulls the pages as under any other lease.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from transfer.pull.source import Source
 from transfer.wire.messages import ContentQuery, LeasedPages, LeaseReply, sealed_pages
 
 LENT_S = 10.0  # in seconds: duration of a lease. It is short, because its reader is waiting and renews it
-_KNOWN = 4096  # the most questions to a replica whose answers are kept
-_MOST_ASKED = 64  # the most questions to a replica that wait for the loop; each may have half a MiB of digests
-_MOST_OF_ONE = 32  # the most questions of one reader that wait for the loop
+_KNOWN = 4096  # how many answers are kept for each replica
+_MOST_ASKED = 64  # how many queries to a replica may wait for the loop; each may have half a MiB of digests
+_MOST_OF_ONE = 32  # how many queries from one reader may wait for the loop
 _LOAD_S = 0.25  # in seconds; pages that take longer to load from a lower tier are left out
 _LOADING = LeaseReply(query_id=0, waits_for="its pages to come from a lower tier")
 _UNSEEN = LeaseReply(query_id=0, waits_for="its serving loop to look for the pages")
@@ -37,11 +37,11 @@ _GRANTING = LeaseReply(query_id=0, waits_for="all its ranks to grant the lease")
 
 
 class _LentPages(NamedTuple):
-    """Leased pages, the question that asked for them, and its answer once the lease is granted.
+    """Leased pages, the query that asked for them, and the answer to send once the lease is granted.
 
     Attributes:
         replica: index of the replica.
-        ask_id: id of the question.
+        ask_id: id of the query.
         asker: id of the reading process.
         pages: the ids of the token pages, and the negated ids of the state pages.
         size: how many pages count towards the lending limit: the token pages, and for a state the pages of its slab.
@@ -59,7 +59,7 @@ class _LentPages(NamedTuple):
 class PageLending:
     """Leases pages of a manager's replicas to readers that ask for them by digest.
 
-    Any thread may call `answer`. Only the serving loop may make the other calls. For each question, `ring` is called on
+    Any thread may call `answer`. Only the serving loop may make the other calls. For each query, `ring` is called on
     the handshake server's thread; it must make the serving loop call `poll`. `grant` requests a lease, given the
     manager's hold on the pages and their block table; it returns None if every lease slot is taken. `key` is the key of
     the digests that authenticate the answers, and `seals` makes the seals of lent tables.
@@ -71,7 +71,7 @@ class PageLending:
 
     Attributes:
         lent_by_replica: for each replica, the number of pages leased so far, including state pages. A page counts each
-            time that it is leased.
+            time it is leased.
     """
 
     def __init__(
@@ -97,19 +97,19 @@ class PageLending:
         self._key, self._seals = key, seals
         self._kind, self._tables = kv_kind(manager.layouts), len(manager.layer_tables.tables)
         self._lent: dict[int, _LentPages] = {}  # by lease id
-        self._lent_to: dict[tuple[int, str], set[int]] = {}  # by replica and reader: the pages that it has under leases
+        self._lent_to: dict[tuple[int, str], set[int]] = {}  # by replica and reader: the pages leased to the reader
         self._granting: set[int] = set()  # leases that are not granted yet
-        self._has_answers = False  # whether a question has got its final answer since the last `take_answers`
+        self._has_answers = False  # whether a query has got its final answer since the last `take_answers`
         self._lock = threading.Lock()  # protects the next three fields
-        self._asked: deque[tuple[int, ContentQuery]] = deque()  # each question with its replica, as below
-        # Questions whose pages must be loaded from a lower tier first, or are still leased to the same reader. Each
-        # question has a time limit.
+        self._asked: deque[tuple[int, ContentQuery]] = deque()  # each query with its replica, as below
+        # Queries whose pages must be loaded from a lower tier first, or are still leased to the same reader. Each query
+        # has a time limit.
         self._loading: list[tuple[int, ContentQuery, float]] = []
-        self._answers: OrderedDict[int, LeaseReply] = OrderedDict()  # the latest answers, by question
+        self._answers: OrderedDict[int, LeaseReply] = OrderedDict()  # the latest answers, by query
 
     @property
     def is_asked(self) -> bool:
-        """Whether a question waits for the serving loop."""
+        """Whether a query waits for the serving loop."""
         return bool(self._asked or self._granting or self._loading)
 
     @property
@@ -123,7 +123,7 @@ class PageLending:
         return sum(self.lent_by_replica)
 
     def take_answers(self) -> bool:
-        """Whether a question got its final answer since the last call."""
+        """Whether a query got its final answer since the last call."""
         has_answers, self._has_answers = self._has_answers, False
         return has_answers
 
@@ -132,7 +132,7 @@ class PageLending:
         self._most = 0
 
     def answer(self, replica: int, query: ContentQuery) -> LeaseReply:
-        """Returns the current answer to a reader's question to a replica, which may be new or repeated."""
+        """Returns the current answer to a reader's query to a replica. The query may be new or repeated."""
         with self._lock:
             known = self._answers.get(query.ask_id)
             if known is None and (most := self._too_many(replica, query)):
@@ -148,9 +148,9 @@ class PageLending:
         return LeaseReply(query_id=query.query_id, pages=known.pages, error=known.error, waits_for=known.waits_for)
 
     def _too_many(self, replica: int, query: ContentQuery) -> int:
-        """Returns the limit on waiting questions to a replica that this question would exceed, or 0.
+        """Returns the limit on a replica's waiting queries that this query would exceed, or 0.
 
-        One limit applies to the questions of all readers together, and another limit to the questions of each reader.
+        One limit applies to the queries from all readers together, the other to the queries from each reader.
         """
         asked = (*self._asked, *(loading[:2] for loading in self._loading))
         waiting = [query for at, query in asked if at == replica]

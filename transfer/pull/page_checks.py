@@ -1,8 +1,8 @@
-"""Checksums of pages: the source makes them when it leases pages, and the reader compares them after the pages arrive.
+"""Checksums of pages: the source computes them when it leases pages, and the reader compares them after the copy.
 
 A fence proves that a page was not written while it was read. It does not prove that the reader's bytes equal the
 source's: NIXL reports a short read as done, and memory or a wire may corrupt data. Checksums rule that out, at the cost
-of one pass over the bytes on each side. XXH3 detects accidental damage, but not the changes of an attacker.
+of one pass over the bytes on each side. XXH3 detects accidental damage, but not changes by an attacker.
 `benchmarks.verify_price` measures the cost.
 
 The source keeps one word for each page, in memory that readers may READ, so that no message has to carry checksums.
@@ -55,7 +55,7 @@ class PageChecks:
         ]
 
     def seal(self, group: int, pages: ArrayLike) -> None:
-        """Records the checksums of pages, which must not be written any more after this."""
+        """Records the checksums of pages, which must not be written after this call."""
         ids = self._ids(group, pages)
         self.words[group][ids] = self._sums(group, ids)
 

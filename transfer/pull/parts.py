@@ -1,7 +1,7 @@
 """Parts of a pull: the runs from one rank of the source, and the transfers that they are split into.
 
-Between processes of one host, the processor copies the bytes of a READ. The thread that posts a transfer copies it if
-it has few runs. A NIXL thread copies a transfer with more runs. The NIXL thread takes 50 µs to wake and copies one
+Between processes of one host, the processor copies the bytes of a READ. A transfer with few runs is copied by the
+thread that posts it, and a transfer with more runs by a NIXL thread. The NIXL thread takes 50 µs to wake and copies one
 transfer at a time: a second post waits until the NIXL thread is free. Therefore each source has at most one transfer on
 the NIXL thread, with at most half of the remaining runs. Meanwhile the polling thread copies the other runs in small
 pieces. Between two pieces, it serves peers and other pulls. After an error or a cancellation, the pull ends when its

@@ -30,7 +30,7 @@ _SLICE_S = 0.3e-3
 LATELY_S = 1.0
 """In seconds. NIXL may take this long to send a message to a source, and needs polls of its agent during this time."""
 _MOST_IN_FLIGHT = 8
-"""The most transfers of one pull in flight at the same time, if a post returns before its copy ends.
+"""How many transfers of one pull may be in flight at the same time, if a post returns before its copy ends.
 
 Together they have 32 MiB on the wire, besides the background transfer.
 """
@@ -128,10 +128,10 @@ class Puller:
     def pull_at_once(
         self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float, part: Part
     ) -> PullEvent | RankPull:
-        """Makes a pull of a single part from an engine with one rank. Ends the pull within this call if possible.
+        """Runs a pull of a single part from an engine with one rank. Completes the pull within this call if possible.
 
         The pull has ended if its READ and its fence ended as soon as they were posted, and the lease word held the
-        lease's id. Otherwise the pull continues as a normal pull. Raises as `open`.
+        lease's id. Otherwise the pull continues as a normal pull. Raises the same errors as `open`.
 
         Returns:
             The event of a successful pull, which is not added to `events`. Otherwise the pull.
@@ -184,7 +184,7 @@ class Puller:
         self._advance(pull)
 
     def fail(self, pull: RankPull, failure: Failure) -> None:
-        """Gives a pull up. Does nothing if the pull has ended or failed."""
+        """Gives up a pull. Does nothing if the pull has ended or failed."""
         if not (pull.is_over or pull.error):
             self._fail(pull, failure)
             self._advance(pull)
@@ -192,15 +192,15 @@ class Puller:
     def withdraw(self, pull: RankPull, failure: Failure) -> None:
         """Gives up a pull for an owner that watches the pull's state directly and needs no event.
 
-        If the pull has ended by now, its event is removed, because it could be taken for an event of a later pull with
-        the same key.
+        If the pull has ended by now, its event is removed, because it could be mistaken for an event of a later pull
+        with the same key.
         """
         self.fail(pull, failure)
         if pull.is_over:
             self.events = deque(event for event in self.events if event.key != pull.key)
 
     def fail_engine(self, engine: RemoteEngine, failure: Failure) -> None:
-        """Gives up every pull from an engine, and accepts no further one from it."""
+        """Gives up every pull from an engine, and accepts no further pulls from it."""
         engine.failure = engine.failure or failure
         for pull in [pull for pull in self._pulls.values() if pull.engine is engine]:
             self.fail(pull, failure)

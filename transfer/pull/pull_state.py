@@ -89,7 +89,7 @@ class RankPull:
     engine: RemoteEngine
     agent: Agent  # the agent that reads from the source
     lease: LeaseRef
-    deadline: float  # `deadline`, `started`, `renew_at` and `failed_at` are times of the puller's clock
+    deadline: float  # `deadline`, `started`, `renew_at` and `failed_at` are times on the puller's clock
     started: float
     renew_at: float
     more: bool = True  # whether more parts may be added; the last fence is not posted before all parts were added
@@ -150,13 +150,14 @@ class ReplicaPull:
     """A pull by all ranks: the pages that wait to be read, and the pull of each rank.
 
     Attributes:
-        source: the source to read from; a `Wanted` as long as the source has not named the pages of its lease.
+        source: the source to read from; a `Wanted` until the source has named the pages of its lease.
         deadline: the time limit, on the replica's clock.
         pages: the source's answer to a `Wanted`. None before the answer arrives. Always None if the owner of the pull
             names the pages.
-        ask_at: when to ask the source again, on the replica's clock; inf if no question is due.
-        waits_for: what the source's last answer named as missing, and when an answer first named anything as missing.
-        pause_s: the pause before the next question.
+        ask_at: when to ask the source again, on the replica's clock; inf if no query is due.
+        waits_for: what was missing according to the source's last answer, and when an answer first reported anything
+            missing.
+        pause_s: the pause before the next query.
         waiting: pages to read, in order.
         reads: the `RankPull` of each local rank, once the source is known.
         started: whether the ranks' pulls were opened.

@@ -39,7 +39,7 @@ class RankIdentity:
 
     Attributes:
         engine_id: id of the engine, which all its ranks share.
-        incarnation: a random name, new with each start, which all ranks share. `new_incarnation` makes it.
+        incarnation: a random name, new at each start, which all ranks share. `new_incarnation` generates it.
         rank: index of this rank among `ranks`, counting tensor-parallel and pipeline ranks together.
         ranks: number of ranks of the engine.
         compatibility: entries that must agree so that the bytes mean the same: model, cache dtype and so on.
@@ -62,7 +62,7 @@ def new_incarnation() -> str:
 
 
 class ShardMemory(NamedTuple):
-    """The memory that a rank registers. It must stay mapped while any peer lives.
+    """The memory that a rank registers. It must stay mapped as long as any peer is alive.
 
     Attributes:
         layout: geometry of the pages of its shard.
@@ -96,9 +96,9 @@ class RankTransfer:
         memory: the memory that holds the pages of this rank.
         checks: whether to make checksums of leased pages, for readers that verify.
         verify: share of the pages, 0 to 1, that are compared with the source's checksums after they were read.
-        stuck_s: seconds that copies of a failed pull may continue. After that their agent is destroyed, and everything
-            known about their source is forgotten.
-        agent: makes an agent, given its name and memory type. Tests pass a function that injects faults.
+        stuck_s: how long copies of a failed pull may continue, in seconds. After that their agent is destroyed, and
+            everything known about their source is forgotten.
+        agent: creates an agent, given its name and memory type. Tests pass a function that injects faults.
         clock: a monotonic clock, in seconds.
 
     Attributes:
@@ -150,7 +150,7 @@ class RankTransfer:
         self._make_agent = agent
         self._remotes: dict[str, RemoteEngine] = {}
         self._retiring: list[RemoteEngine] = []
-        self._next = 0  # index into the known sources, at which the next poll continues with unused sources
+        self._next = 0  # index of the known source at which the next poll starts its turn
         self._reader_names = (f"{name}/reader{number}" for number in itertools.count())  # no agent's name is used twice
         self._spare: Agent | None = None  # a reading agent without a peer, kept ready because making one takes 10 ms
         self._agent: Agent | None = agent(name, memory_type)
@@ -214,7 +214,7 @@ class RankTransfer:
         return None if remote is None or remote.failure else remote
 
     def inspect(self, ranks: Sequence[bytes], expected: tuple[str, str] | None = None) -> RemoteEngine:
-        """Checks an engine's metadata without NIXL, and makes the transfer plan. Loads nothing.
+        """Checks an engine's metadata without NIXL, and computes the transfer plans. Loads nothing.
 
         `ranks` has the sealed metadata of each rank of the engine. `expected` is the id and the incarnation that the
         engine must have.
@@ -278,7 +278,7 @@ class RankTransfer:
                 self._shown_checks.seal(group, ids)
 
     def poll(self) -> list[ReaderNote | None]:
-        """Serves peers and advances pulls. Returns the notes of readers, with None for each malformed note.
+        """Serves peers and advances pulls. Returns the notes from readers, with None for each malformed note.
 
         Raises:
             AgentError: NIXL fails.
@@ -312,7 +312,7 @@ class RankTransfer:
         return {*known[first : first + _IN_TURN], *used, *self._retiring}
 
     def _give_up_stuck(self) -> None:
-        """Destroys the agents of copies that NIXL never ends. There is no other way to stop such copies."""
+        """Destroys the agents of copies that NIXL never completes. There is no other way to stop such copies."""
         for remote in self.puller.stuck(self._stuck_s):
             log.warning(
                 "engine %r: some copies did not end in time; the agent that makes them is destroyed", remote.engine_id
@@ -343,7 +343,8 @@ class RankTransfer:
             self._put_back(agent, reuse=remote.verifier is None)
 
     def _put_back(self, agent: Agent, *, reuse: bool = True) -> None:
-        """Keeps an agent that has no peer for the next source if `reuse` is True and none is kept, or destroys it."""
+        """Keeps an agent without a peer for the next source if `reuse` is True and none is kept. Otherwise destroys it.
+        """
         if self._spare is None and reuse:
             self._spare = agent
         else:
@@ -357,7 +358,7 @@ class RankTransfer:
 
     @property
     def is_open(self) -> bool:
-        """Whether `close` was not called yet. False in a forked child: leases and pulls belong to the parent."""
+        """Whether `close` has not been called. False in a forked child: leases and pulls belong to the parent."""
         return self._agent is not None and self._agent.is_own
 
     def close(self, drain_s: float = 1.0) -> None:

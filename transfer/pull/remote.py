@@ -32,7 +32,7 @@ from transfer.wire.messages import RankMetadata
 
 
 class RemoteEngine:
-    """One incarnation of a source engine. The transfer plans are made once, here; a request only adds its pages.
+    """One incarnation of a source engine. The transfer plans are computed once, here; a request only adds its pages.
 
     Attributes:
         ranks: metadata by rank.
@@ -44,7 +44,7 @@ class RemoteEngine:
         verifier: compares arrived pages with the source's checksums. None if pages are not verified.
 
     Raises:
-        MetadataError: the metadata is not that of the ranks of one engine, or no rank holds a part that we need.
+        MetadataError: the metadata does not come from the ranks of one engine, or no rank holds a part that we need.
         HandshakeError: entries that must agree differ.
         SettingsMismatchError: UCX or NIXL settings differ.
     """
@@ -63,7 +63,7 @@ class RemoteEngine:
         self._mine = mine
         held = sources(mine.layout, [found.layout for found in self.ranks], mine.rank)
         self.read_ranks = tuple(at for at, _ in held)
-        # The plans are made now, so that an impossible plan is noticed at first contact.
+        # The plans are computed now, so that an impossible plan is noticed at first contact.
         self._plans = [self._plan(at, local, mine) for at, local in held]
         self._agent: Agent | None = None
 
@@ -97,7 +97,7 @@ class RemoteEngine:
         agent, self._agent = self._agent, None
         if agent is not None and agent.is_open:
             for found in self.ranks:
-                with suppress(AgentError):  # NIXL's errors about a dead peer, or one that it refused, are of no use
+                with suppress(AgentError):  # an error about a dead or refused peer does not matter here
                     agent.remove_peer(found.agent_name)
 
     def parts(self, key: str, groups: PageLists) -> list[Part]:

@@ -38,7 +38,7 @@ class LeaseOver(NamedTuple):
     Attributes:
         request_id: as in the offer.
         lease_id: the lease.
-        reason: "read", or another reason for its end.
+        reason: why the lease ended: "read", or another reason.
     """
 
     request_id: str
@@ -59,7 +59,7 @@ class Offered(NamedTuple):
 
 
 class LeaseOffer(NamedTuple):
-    """A lease that is to be granted.
+    """A lease to grant.
 
     Attributes:
         request_id: the request whose pages are leased.
@@ -258,7 +258,7 @@ class ReplicaTransfer:
     def _pull_at_once(
         self, key: str, source: Source | Wanted, timeout_s: float, groups: PageLists, tables: Sequence[BlockTable]
     ) -> bool:
-        """Makes a small pull if one local rank reads from one rank of the source. Returns whether the pull was begun.
+        """Runs a small pull if one local rank reads from one rank of the source. Returns whether the pull was begun.
 
         Such a pull usually ends within this call. Copying a page takes 10 µs, and setting up the state of a normal pull
         would take five times as long.
@@ -356,7 +356,7 @@ class ReplicaTransfer:
             key: the pull.
             groups: for each group of the layout, the local and remote pages and their tokens. If the source names its
                 blocks itself, a `BlocksOfGroup` with only the local pages.
-            last: whether no further pages will be read.
+            last: whether these are the last pages of the pull.
             tables: the source's block tables that name these pages, as for `pull`.
         """
         if (pull := self._pulls.get(key)) is None or pull.error:
@@ -431,7 +431,7 @@ class ReplicaTransfer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether polls are not urgent: there is no lease and no pull, and no source has to answer."""
+        """Whether polls are not urgent, because there is no lease or pull, and no answer from a source is awaited."""
         return not (len(self.leases) or self._pulls or self._client.is_waiting)
 
     @property

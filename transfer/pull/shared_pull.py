@@ -41,7 +41,7 @@ which no page arrives.
 _MOST_S = 0.25
 """In seconds: a run should take at most this long, because this time is lost if the source fails."""
 _GROWTH = 4
-"""The next run of a new source may have at most this many times the bytes of its last run."""
+"""The next run of a new source may be at most this many times as large as its last run."""
 _KNOWN_RATES = 256
 _TO_READ, _READING, _PASSED, _LOST = range(4)
 
@@ -96,7 +96,7 @@ class _SourcePart:
         seen: sums of the bytes and of the seconds of the runs that have passed. Both sums are halved before a run is
             added, so that later runs count more. A short run adds little to the sums, because it says little about the
             speed: buffers on the way may hold all of it.
-        most: the most bytes that the next run may have.
+        most: the maximum size of the next run, in bytes.
         run: the columns that are being read; None if no read is under way.
         since: when `run` began.
         runs: number of runs that were begun.
@@ -246,7 +246,7 @@ class SharedPull:
                 min(max(share, min(_LEAST_BYTES, part.rate * _LEAST_S)), part.rate * _MOST_S, part.most, rest)
             )
             under_way = sum(self._left(other, now) for other in others)
-            # The fastest source never declines. Otherwise nobody might read the last pages.
+            # The fastest source never declines, because otherwise nobody might read the last pages.
             is_slower = max(other.rate for other in others) > part.rate
             if is_slower and num_bytes / part.rate > (rest + under_way) / others_rate:
                 return None
@@ -325,7 +325,7 @@ def _of_tokens(pages: ArrayLike, begin: int, first: int, stop: int, page_size: i
 
 
 class SharedPulls:
-    """Makes the shared pulls of a replica from its single-source pulls, `pulls`. Single-threaded, like the replica."""
+    """Runs the shared pulls of a replica over its single-source pulls, `pulls`. Single-threaded, like the replica."""
 
     def __init__(self, pulls: PullsOfReplica, prefix: str) -> None:
         self._pulls = pulls

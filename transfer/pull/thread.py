@@ -1,9 +1,9 @@
 """The thread that polls the transfers of a replica, about every millisecond while a transfer is open.
 
 A model's step takes tens or hundreds of milliseconds, during which a peer's first READ and every notification would
-wait. A serving loop therefore hands work to this thread, and takes events when it likes. Small pulls and most grants of
-leases are an exception, because waking this thread would take longer than the work. The calling thread does this work
-itself between two rounds of this thread. The event is available when the call returns.
+wait. A serving loop therefore hands work to this thread, and collects events whenever it likes. Small pulls and most
+grants of leases are an exception, because waking this thread would take longer than the work. The calling thread does
+this work itself between two rounds of this thread. The event is available when the call returns.
 
 Without a lease or a pull, this thread sleeps. That is safe: peers read only under a lease, and a lease or a pull begins
 with a command, which wakes this thread. NIXL also has a descriptor to sleep on, but that needs a NIXL thread that
@@ -78,8 +78,8 @@ IDLE_POLL_S = 0.25
 # In seconds: the poll interval without a recent lease, while pulls wait for their owner to name pages. Only time limits
 # matter then.
 AWAIT_POLL_S = 1e-2
-# In seconds: `IDLE_POLL_S` applies if there was no lease or pull for this time, and `AWAIT_POLL_S` applies if there was
-# no lease for this time. Before that, a reader may still wait for an answer of NIXL.
+# In seconds: `IDLE_POLL_S` applies if there was no lease or pull for this long, and `AWAIT_POLL_S` applies if there was
+# no lease for this long. Before that, a reader may still wait for an answer from NIXL.
 LINGER_S = 1.0
 _PR_SET_TIMERSLACK, _SLACK_NS = 29, 1000
 """A Linux constant that Python does not define, and how late a sleep of this thread may end, in nanoseconds.
@@ -100,7 +100,7 @@ class TransferThread:
     Attributes:
         replica: the replica. Other threads may read its statistics.
         events: events in order. One other thread removes them from the left.
-        pull_seconds: seconds in which a READ was under way or a source was awaited.
+        pull_seconds: seconds during which a READ was under way or a source was awaited.
         is_closed: True after a complete `close`: every lease word is cleared, nothing is in flight, and no event will
             follow.
     """
@@ -148,7 +148,7 @@ class TransferThread:
         self._hand_over(partial(method, self.replica, *args, **options))
 
     def offer(self, offer: LeaseOffer) -> None:
-        """Grants a lease; see `ReplicaTransfer.offer`. Page checks (`pages`) are made on the thread."""
+        """Grants a lease; see `ReplicaTransfer.offer`. The checksums of `pages`, if any, are computed on the thread."""
         self._run(partial(self.replica.offer, offer), lambda: offer.pages is None)
 
     def pull(
@@ -182,7 +182,7 @@ class TransferThread:
         """Waits until `ready` returns True. `ready` is called after each round of the thread that changed something.
 
         Returns:
-            Whether `ready` returned True before the time was over.
+            Whether `ready` returned True before the timeout.
         """
         with self._changed:
             return self._changed.wait_for(lambda: ready() or self._failure is not None, timeout_s) and ready()
@@ -197,7 +197,7 @@ class TransferThread:
             raise EngineClosedError(f"the transfer thread died: {self._failure!r}") from self._failure
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Ends the thread, its leases and its pulls. Safe to call twice."""
+        """Ends the leases and pulls, and stops the thread. Safe to call twice."""
         self._stopping = True
         self._alarm.ring()
         self._thread.join(timeout_s)
