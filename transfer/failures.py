@@ -1,6 +1,6 @@
-"""The failures of pulls: each has a kind, which metrics count, and a text, which people read.
+"""The failures of pulls: each has a kind, which metrics count, and a message for people.
 
-The code that notices a failure chooses its kind. No code reads the text, so a message may be reworded freely.
+The code that notices a failure chooses its kind. No code reads the message, so it may be reworded freely.
 """
 
 from __future__ import annotations

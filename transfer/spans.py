@@ -59,8 +59,8 @@ class HandoverSpan:
     def begin(self, part: str, at: float | None = None) -> None:
         """Begins a part, now or at time `at`, and ends the part before it.
 
-        Another thread or host may have read the time `at`. It is therefore limited to the range from the start of the
-        previous part to the current time.
+        `at` may come from another thread or host. It is therefore limited to the range from the start of the previous
+        part to the current time.
         """
         now = self._clock()
         at = now if at is None else min(at, now)

@@ -69,7 +69,7 @@ class StatsSnapshot(msgspec.Struct, frozen=True, kw_only=True):
             records.
         total_ms: p50 and p90 of the duration of a pull, in milliseconds.
         post_ms: p50 and p90 of the time that posting a pull took, in milliseconds.
-        mb_per_s: bytes of all pulls divided by the sum of their durations, in 1e6 bytes a second.
+        mb_per_s: bytes of all pulls divided by the sum of their durations, in 1e6 bytes per second.
     """
 
     pulls: int

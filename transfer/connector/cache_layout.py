@@ -19,7 +19,7 @@ from transfer.plan.shapes import from_tensor
 from transfer.pull.rank import ShardMemory
 
 Cache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
-"""A layer's tensor, or several of them: K and V apart, or the parts of a state."""
+"""A layer's tensor, or several tensors: K and V separately, or the parts of a state."""
 
 
 def tensors_of(cache: Cache) -> tuple[torch.Tensor, ...]:
@@ -121,7 +121,7 @@ def _layer_run(label: str, group: GroupConfig, names: Sequence[str]) -> tuple[in
 
 @dataclass(frozen=True)
 class _Layer:
-    """Makes the boxes of one layer, or of several layers that share a tensor.
+    """Computes the boxes of one layer, or of several layers that share a tensor.
 
     Both methods also add the number of pages of each tensor to the set `sizes`.
     """
@@ -281,16 +281,16 @@ class LayerView:
 
     Args:
         memory: the regions and boxes of the rank.
-        caches: the tensors that the boxes were made from.
+        caches: the tensors from which the boxes were computed.
         group: index of the layer's group.
         layer: index of the layer in the model.
 
     Attributes:
         num_pages: number of pages of the layer.
-        page_size: tokens of a page.
+        page_size: tokens per page.
         heads: number of heads that this rank has for a token.
         content: number of elements that a head keeps for a token: keys and values, or a latent.
-        itemsize: bytes of an element.
+        itemsize: bytes per element.
     """
 
     def __init__(self, memory: ShardMemory, caches: Mapping[str, Cache], group: int, layer: int) -> None:

@@ -1,7 +1,7 @@
 """The configuration of a connector worker: its rank, and how the caches of its model lie in memory.
 
-Every struct is plain data that pickles and encodes. A deployment makes one `WorkerConfig` for each rank. Groups, blocks
-and kernel blocks are named as in vLLM, which owns the tensors.
+Every struct is plain data that pickles and encodes. A deployment creates one `WorkerConfig` for each rank. Groups,
+blocks and kernel blocks are named as in vLLM, which owns the tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAYOUTS = {
     "cross-layer": "page,layer,side,head,token,dim",
     "cross-layer-NHD": "page,layer,side,token,head,dim",
 }
-"""The layouts by name. Each has the axes of a tensor, named as in `transfer.plan.shapes`.
+"""The layouts, by name. Each value gives the axes of a tensor, named as in `transfer.plan.shapes`.
 
 The axes name the dimensions of the tensor, outermost first; its strides give the order in memory. Packed sides,
 "side,dim", may be one dimension of twice the size.
@@ -54,8 +54,8 @@ _AXES = {"page", "layer", "side", "head", "token", "dim"}
 def share(units: int, ranks: int, rank: int) -> range:
     """Returns the range of units (heads or channel groups) that rank `rank` of `ranks` holds.
 
-    Each rank holds an even share of the units. If there are at least as many ranks as units, it holds a single unit,
-    which other ranks may hold, too.
+    Each rank holds an even share of the units. If there are at least as many ranks as units, each rank holds a single
+    unit, which other ranks may hold, too.
     """
     if ranks >= units:
         first = rank * units // ranks
@@ -93,17 +93,17 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The layers of the whole model that share a block table. A rank registers only the layers that it has.
 
     Attributes:
-        layers: by name, the index of each layer in the model.
+        layers: index of each layer in the model, by the layer's name.
         kind: the kind of cache that the layers have.
-        block_size: tokens of a block of the scheduler.
-        layout: a name of `LAYOUTS`, or the axes themselves. Not used for "mamba".
-        kernel_block_size: tokens of a page of the tensors; 0 if that is the block size.
+        block_size: tokens per block of the scheduler.
+        layout: a name in `LAYOUTS`, or the axes themselves. Not used for "mamba".
+        kernel_block_size: tokens per page of the tensors; 0 if this equals `block_size`.
         num_kv_heads: KV heads of the model.
         head_dim: elements of a head, or of a latent.
         dtype: name of the element type.
         window: tokens of a sliding window, including the current one; 0 for full attention.
         state: parts of a recurrent state, in memory order.
-        content: a text that names further properties of the page contents. It must be equal on both sides. Empty if
+        content: a string that names further properties of the page contents. It must be equal on both sides. Empty if
             there are no such properties.
         whole_pages: True if only the engine knows how the elements of a head lie in a page. Pages are then moved whole,
             and only to pages of the same size.
@@ -129,12 +129,12 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_state(self) -> bool:
-        """Whether a request has one block, however many tokens it has."""
+        """Whether a request has a single block, however many tokens it has."""
         return self.kind == "mamba"
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page of the tensors; 1 for a state."""
+        """Tokens per page of the tensors; 1 for a state."""
         return 1 if self.is_state else self.kernel_block_size or self.block_size
 
     @property
@@ -175,7 +175,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         engine_id: the engine's id, which all its ranks share. No other engine has it.
-        incarnation: a random name, new with each start, which all ranks share (`transfer.pull.rank.new_incarnation`).
+        incarnation: a random name, new at each start, which all ranks share (`transfer.pull.rank.new_incarnation`).
         groups: the model's layer groups. They must be the same on all ranks, and in the same order on all peers.
         model: name of the weights; peers must have the same.
         compatibility: any other settings that must agree with a peer, such as a quantisation.
@@ -231,7 +231,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def fingerprint(self) -> dict[str, str]:
         """Returns the settings that must agree with a peer, by name.
 
-        A peer with other settings is refused, and told each difference with both values. Layouts, page sizes and
+        A peer with other settings is refused, and is told each difference with both values. Layouts, page sizes and
         parallelism are not included, because the transfer plan handles any combination. The page size is included if
         pages are moved whole.
         """
@@ -249,7 +249,7 @@ def _described(group: GroupConfig) -> str:
 
 
 def check_config(config: WorkerConfig) -> WorkerConfig:
-    """Returns `config` if a worker can be made from it. Raises `InvalidEngineError` otherwise."""
+    """Returns `config` if a worker can be created from it. Raises `InvalidEngineError` otherwise."""
     if fault := next(_wrong_types("config", config, WorkerConfig), ""):
         raise InvalidEngineError(fault)
     where = f"engine {config.engine_id!r} rank {config.rank}"
@@ -268,7 +268,7 @@ def check_groups(where: str, groups: Sequence[GroupConfig], *given: Sequence[obj
 
 
 def check_endpoint(name: str, value: object) -> None:
-    """Raises `InvalidEngineError` unless `value` is a text that can name an endpoint or a host."""
+    """Raises `InvalidEngineError` unless `value` is a string that can name an endpoint or a host."""
     if not isinstance(value, str) or not value:
         raise InvalidEngineError(f"{name} is {shown(value)}: a string that is not empty is needed")
 
@@ -308,13 +308,13 @@ def _wrong_types(name: str, value: object, kind: type[msgspec.Struct]) -> Iterat
 
 
 def _plain(value: object) -> object:
-    """Converts a number of another library, such as NumPy, to Python's int or float."""
+    """Converts another library's number, such as a NumPy integer, to Python's int or float."""
     found = integer(value)
     return found if found is not None else float(finite("value", value, error=InvalidEngineError))
 
 
 def _faults(config: WorkerConfig) -> Iterator[str]:
-    """Yields a message for each fault of a config.
+    """Yields a message for each fault in a config.
 
     Only the first message is meaningful, because each check relies on the checks before it.
     """

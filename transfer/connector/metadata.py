@@ -23,7 +23,8 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
             the blocks arrive.
         first_blocks: for each group, the index within the request of the first block in `local_block_ids`.
         num_computed_tokens: number of tokens that this engine already has.
-        num_tokens: how many tokens of the request this engine has at most after the load, including the computed ones.
+        num_tokens: upper limit for the number of the request's tokens that this engine has after the load, including
+            the computed ones.
     """
 
     wanted: Wanted
@@ -39,12 +40,12 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease over a request's pages. The workers are asked to grant it.
+    """A lease on a request's pages, which the workers are asked to grant.
 
     Attributes:
         lease: its new id, its free slot, and its duration in seconds.
         engines: how many reading engines must finish before the lease ends.
-        running: True if prefill is still computing the request. In this case, the lease's time starts only when
+        running: True if prefill is still computing the request. In this case, the lease's clock starts only when
             `reqs_computed` names the request.
         block_ids: the leased blocks of each group if the config turns page checks on; otherwise empty.
     """
@@ -66,7 +67,7 @@ class ConnectorMetadata(msgspec.Struct, kw_only=True):
         reqs_to_recv: loads to begin or to continue.
         reqs_to_save: blocks of each group to copy to host buffers, if the engine has any.
         reqs_to_send: leases to grant.
-        reqs_computed: requests whose pages are all computed. The time of their leases starts now.
+        reqs_computed: requests whose pages are all computed. The clocks of their leases start now.
         reqs_not_processed: requests whose leases end now, with the reason.
         reqs_to_cancel: loads to give up, with the reason.
         to_give_back: leases of other engines that this engine will not read, each with the reason.

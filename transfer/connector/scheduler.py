@@ -126,7 +126,7 @@ class NixlConnectorScheduler:
             a secret, the sockets are plain.
 
     Raises:
-        InvalidEngineError: no engine can be made from the config.
+        InvalidEngineError: no engine can be created from the config.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class NixlConnectorScheduler:
         """Starts to answer handshakes for the engine. Returns the endpoint for readers.
 
         Args:
-            ranks: by rank, the result of `get_handshake_metadata`.
+            ranks: the result of `get_handshake_metadata` on each rank, by rank.
             fingerprint: the fingerprint of the ranks' configs. It is needed if those configs have settings that this
                 config lacks. With None, the fingerprint of this config is served.
 
@@ -199,13 +199,13 @@ class NixlConnectorScheduler:
         engines: int = 1,
         block_ids: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Asks every rank for a lease of a request's pages.
+        """Asks every rank for a lease on a request's pages.
 
         The caller must not free the pages before the request is in `sent`.
 
         Args:
             request_id: the request.
-            running: True while the request is still computed. The time of the lease then starts when `computed` is
+            running: True if the request is still being computed. The lease's clock then starts when `computed` is
                 called.
             engines: how many reading engines must finish before the lease ends.
             block_ids: the blocks of each group. They are needed only if the config turns page checks on.
@@ -225,7 +225,7 @@ class NixlConnectorScheduler:
         )
 
     def computed(self, request_id: str) -> None:
-        """Reports that all pages of a request are computed. The time of the request's lease starts now."""
+        """Reports that all pages of a request are computed. The clock of the request's lease starts now."""
         self._metadata.reqs_computed.append(request_id)
 
     def is_offered(self, request_id: str) -> bool:
@@ -234,7 +234,7 @@ class NixlConnectorScheduler:
         return offer is not None and not offer.missing
 
     def _leased(self, query: LeaseQuery) -> LeaseReply:
-        """Answers a reader's question about a lease. Runs on the handshake server's thread."""
+        """Answers a reader's query about a lease. Runs on the handshake server's thread."""
         offer = self._by_lease.get(query.lease_id)
         if offer is None:
             error = f"lease {query.lease_id:#018x} has ended, or engine {self.config.engine_id!r} never had it"
@@ -268,8 +268,8 @@ class NixlConnectorScheduler:
 
         Raises:
             InvalidLeaseError: the request has no lease, or its lease has ended on a rank.
-            InvalidTransferError: there are too few blocks or too few tokens in the prompt, or the number of groups is
-                not that of the config.
+            InvalidTransferError: there are too few blocks or too few tokens in the prompt, or the number of groups does
+                not match the config.
         """
         offer = self._offers.get(request_id)
         if offer is None or offer.ended:
@@ -340,8 +340,8 @@ class NixlConnectorScheduler:
     def hold(self, request_id: str, wanted: Wanted) -> None:
         """Makes every rank renew a source's lease for a request that has no blocks yet.
 
-        The time limit of the load starts now. A later call of `load` names the blocks and starts to read. A call of
-        `cancel` gives the load up and tells the source.
+        The time limit of the load starts now. A later call to `load` names the blocks and starts to read. A call to
+        `cancel` gives up the load and tells the source.
 
         Raises:
             InvalidTransferError: an earlier load of the request has not ended.
@@ -370,15 +370,15 @@ class NixlConnectorScheduler:
         Args:
             request_id: the request.
             wanted: the result of `read`.
-            block_ids: our blocks of each group, into which the pages are read. There must be enough of them for all
-                pages to load. For a state, only the last block is used.
+            block_ids: our blocks of each group, into which the pages are read. There must be enough blocks for all
+                pages that are loaded. For a state, only the last block is used.
             num_tokens: how many tokens of the request this engine needs, including the computed ones.
             num_computed_tokens: number of tokens that this engine already has.
             first_blocks: for each group, the index within the request of the first block in `block_ids`. If the
                 argument is empty, the first block is the one that holds the first missing token.
 
         Raises:
-            InvalidTransferError: an earlier load of the request has not ended, or the number of groups is not that of
+            InvalidTransferError: an earlier load of the request has not ended, or the number of groups does not match
                 the config.
         """
         missing = min(wanted.num_tokens, num_tokens) > num_computed_tokens
@@ -395,7 +395,7 @@ class NixlConnectorScheduler:
             num_tokens=num_tokens,
         )
         if load is not None and request_id in self._metadata.reqs_to_recv:
-            del self._loads[request_id]  # the metadata of `hold` was not sent yet, so no rank knows of this load
+            del self._loads[request_id]  # the metadata from `hold` was not sent yet, so no rank knows of this load
             load = None
         self._metadata.reqs_to_recv[request_id] = asked
         if load is not None:
@@ -467,7 +467,7 @@ class NixlConnectorScheduler:
     def _book_loads(self, rank: int, output: WorkerOutput, progress: Progress) -> None:
         """Records the loads that have failed or ended on a rank.
 
-        A load counts as failed as soon as it has failed on one rank. The other ranks are then told to give the load up.
+        A load counts as failed as soon as it has failed on one rank. The other ranks are then told to give up the load.
         A load counts as ended only when it has ended on every rank.
         """
         for request_id, reason in output.failed.items():

@@ -4,7 +4,7 @@ The dict travels through proxies and HTTP bodies as JSON, so a reader trusts not
 the reader asks the source, and the source's answer says which pages the lease holds, and for which tokens
 (`transfer.wire.messages.Wanted`). Every value is checked here. Only the source's answer shows whether the engine and
 the lease exist. If one of them does not exist, only the request fails. The dict has the keys of vLLM's NIXL connector,
-and the key `lease_id`.
+plus the key `lease_id`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_NAME = 512
 _PRINTABLE = "printable text is expected"
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 80
-# Matches a host name, an IPv4 address or a bracketed IPv6 address. No other text may become part of an endpoint.
+# Matches a host name, an IPv4 address or a bracketed IPv6 address. No other string may become part of an endpoint.
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]")
 _LEASE_ID = re.compile(r"0x(?=.*[1-9a-f])[0-9a-f]{1,16}")
 _NAMES = {name: f"remote_{name}" for name in ("engine_id", "request_id", "host", "port", "num_tokens")}

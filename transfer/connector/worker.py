@@ -49,7 +49,7 @@ class NixlConnectorWorker:
             a secret, the sockets are plain.
 
     Raises:
-        InvalidEngineError: no worker can be made from the config.
+        InvalidEngineError: no worker can be created from the config.
     """
 
     def __init__(self, config: WorkerConfig, keyring: Keyring | None = None) -> None:
@@ -71,11 +71,11 @@ class NixlConnectorWorker:
 
         Args:
             kv_caches: the tensor of each layer, with its dimensions in the order of its group's layout. A layer may
-                also have several tensors: K and V apart, or the parts of a state. The tensors must not be freed while a
-                peer that may read them is alive.
+                also have several tensors: K and V separately, or the parts of a state. The tensors must not be freed
+                while a peer that may read them is alive.
 
         Raises:
-            InvalidEngineError: the tensors do not fit the config, or NIXL cannot register their device.
+            InvalidEngineError: the tensors do not match the config, or NIXL cannot register their device.
             AgentError: NIXL cannot be used.
         """
         self._register(kv_caches, ())
@@ -130,12 +130,12 @@ class NixlConnectorWorker:
         )
         self._thread = start_thread(replica)
         self._events = self._thread.events
-        # The finalizer also closes the thread when the worker is garbage-collected or the interpreter exits, because an
-        # agent of NIXL that is still open would then abort the process.
+        # The finalizer also closes the thread when the worker is garbage-collected or the interpreter exits, because a
+        # NIXL agent that is still open would then abort the process.
         self._close = weakref.finalize(self, self._thread.close)
 
     def initialize_host_xfer_buffer(self, kv_caches: Mapping[str, Cache]) -> HostBuffers:
-        """Allocates host memory of the size of the caches.
+        """Allocates host memory as large as the caches.
 
         This host memory will be registered with NIXL in place of the caches.
 
@@ -176,7 +176,7 @@ class NixlConnectorWorker:
         return self._running().call(lambda replica: replica.directory.add(address, ranks))
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
-        """Starts the work of one step. At a source, this grants leases, starts their time and ends them.
+        """Starts the work of one step. At a source, this grants leases, starts their clocks and ends them.
 
         At a reader, it begins, continues and cancels loads, and tells other engines which of their leases will not be
         read.
@@ -243,7 +243,7 @@ class NixlConnectorWorker:
         Must be called before the leases of these requests are granted.
 
         Raises:
-            InvalidTransferError: the blocks of a request are not given for the same number of groups as in the config.
+            InvalidTransferError: the blocks of a request have another number of groups than the config.
         """
         if self._host is None:
             return

@@ -46,8 +46,8 @@ class WorkerBook:
         self.leases: dict[str, int] = {}  # for each request, the id of a lease that was requested and has not ended
         # The requests in `leases` whose lease the transfer thread has neither granted nor refused yet.
         self.ungranted: set[str] = set()
-        # If True, every load must begin at the start of a page. Host buffers need this, because they are copied to the
-        # device page by page.
+        # If True, every load must begin at the start of a page. Host buffers require this, because they are copied to
+        # the device page by page.
         self.whole_pages = False
         self.output = WorkerOutput()
         self._groups = groups
@@ -207,7 +207,7 @@ def _unwritten(load: OpenLoad, begins: Sequence[int]) -> dict[int, int]:
 
 
 def _naming(load: OpenLoad, reason: str) -> str:
-    """Returns the reason of a failure with the request's id in place of the pull's key.
+    """Returns the reason for a failure, with the request's id in place of the pull's key.
 
     The key has no meaning for users.
     """

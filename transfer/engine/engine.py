@@ -56,11 +56,11 @@ class KVTransferEngine:
     One NIXL agent serves each (replica, shard). Not thread-safe: one thread owns the engine.
 
     Args:
-        name: name of the engine for its peers. A restarted engine may have the name of its predecessor.
+        name: the name by which peers know the engine. A restarted engine may have the name of its predecessor.
         tensors: `[replica][tp_shard]`, all of one size, dtype and kind of device. Each tensor covers a dense range of
             memory, page after page, whatever the order of its dimensions. The memory stays registered until `cleanup`.
-            It must stay mapped while any peer lives, because a READ of unmapped memory breaks the connection, or
-            delivers half a page.
+            It must stay mapped as long as any peer is alive, because a READ of unmapped memory breaks the connection,
+            or delivers half a page.
         total_num_pages: pages of each tensor.
 
     Attributes:
@@ -137,12 +137,12 @@ class KVTransferEngine:
 
     @property
     def inflight_send_transfers(self) -> dict[str, TransferReqData]:
-        """By transfer name, the request of each WRITE that this engine started and that is not cleaned up."""
+        """The request of each WRITE that this engine started and that is not cleaned up, by transfer name."""
         return self._postings.requests(is_read=False)
 
     @property
     def inflight_read_transfers(self) -> dict[str, TransferReqData]:
-        """By transfer name, the request of each READ that this engine started and that is not cleaned up."""
+        """The request of each READ that this engine started and that is not cleaned up, by transfer name."""
         return self._postings.requests(is_read=True)
 
     @property
@@ -157,7 +157,7 @@ class KVTransferEngine:
 
     @property
     def suspect_peers(self) -> frozenset[str]:
-        """Peers for which a transfer timed out.
+        """Peers with which a transfer timed out.
 
         A peer is removed when a transfer that this engine starts with it succeeds.
         """

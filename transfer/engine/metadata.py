@@ -30,7 +30,7 @@ class _Sent(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_f
 
 
 class TensorAgentMetadata(_Sent, frozen=True, kw_only=True, tag="agent_metadata"):
-    """What a peer needs to know of one tensor of an engine. Safe to send between processes.
+    """What a peer needs to know about one tensor of an engine. Safe to send between processes.
 
     Attributes:
         agent_name: name of the NIXL agent. It includes the incarnation, so it is never used twice.
@@ -46,7 +46,7 @@ class TensorAgentMetadata(_Sent, frozen=True, kw_only=True, tag="agent_metadata"
 
 
 class KVTransferEngineMetadata(_Sent, frozen=True, kw_only=True, tag="engine_metadata"):
-    """What a peer needs to know of one engine with all its replicas. Safe to send between threads and processes.
+    """What a peer needs to know about one engine with all its replicas. Safe to send between threads and processes.
 
     Attributes:
         name: name of the engine. A restarted engine may have the name of its predecessor.
@@ -55,7 +55,7 @@ class KVTransferEngineMetadata(_Sent, frozen=True, kw_only=True, tag="engine_met
         memory_type: kind of memory that all tensors are in.
         hostname: name of the host that the engine runs on.
         agents_meta: metadata of each tensor and its agent, `[replica][tp_shard]`.
-        incarnation: a random name, new with each engine object.
+        incarnation: a random name, new for each engine object.
         settings: the effective UCX and NIXL settings on which two processes must agree, and the version of NIXL.
         version: the sender's `WIRE_VERSION`. 0 means that no engine made the metadata, which is then refused.
         digest: digest over all other fields. `sealed` fills it in.
@@ -127,7 +127,7 @@ def decode_metadata(data: bytes, key: bytes = b"") -> KVTransferEngineMetadata:
     """Decodes and fully checks the engine metadata in `data`, the result of `encode`.
 
     Without a key, the checks show that the bytes are undamaged, but not who made them. `KVTransferEngine.connect`
-    passes the part that NIXL has made to NIXL, and a single wrong byte in this part can crash NIXL.
+    passes part of them to NIXL, and a single wrong byte there can crash NIXL.
 
     Raises:
         MetadataError: the bytes are truncated or changed, were made with another key, are of another kind or version,

@@ -30,7 +30,7 @@ class LoadedPeer:
 
     Attributes:
         metadata: the peer's checked metadata.
-        failure: why the peer counts as dead; None while it lives.
+        failure: why the peer counts as dead; None while it is alive.
     """
 
     def __init__(self, agents: list[list[TensorAgent]], metadata: KVTransferEngineMetadata) -> None:
@@ -169,10 +169,10 @@ class NotificationBook:
     Unexpected notifications are counted and dropped, because peers are not trusted.
 
     Attributes:
-        completed: by engine name and transfer name, the shards that have ended. Each peer has at most 65,536 entries;
+        completed: the shards that have ended, by engine name and transfer name. Each peer has at most 65,536 entries;
             beyond that the oldest is dropped.
         counts: number of notifications by verdict.
-        given_up: by transfer name, the requests of transfers that were given up here before their end was known.
+        given_up: the requests of transfers that were given up here before their end was known, by transfer name.
     """
 
     def __init__(self, tp: int) -> None:
@@ -183,7 +183,7 @@ class NotificationBook:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def connect(self, peer: str) -> None:
-        """Starts to record notifications of a peer."""
+        """Starts to record notifications from a peer."""
         self.completed.setdefault(peer, {})
 
     def disconnect(self, peer: str) -> None:

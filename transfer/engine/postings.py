@@ -17,7 +17,7 @@ from transfer.plan.intersection import Ints
 from transfer.plan.runs import PagePairs, Runs
 
 _MOST_FEW = 8
-"""Up to this many runs, plain Python makes descriptors faster than numpy does."""
+"""Up to this many runs, plain Python builds descriptors faster than numpy does."""
 
 
 def page_runs(label: str, src: Ints, dst: Ints, page_bytes: int) -> Runs:

@@ -49,7 +49,7 @@ class TensorAgent:
         elts_per_page: int,
         memory_type: MemoryType,
     ) -> TensorAgent:
-        """Makes a NIXL agent, and registers the tensor's memory with it. The first call imports nixl.
+        """Creates a NIXL agent, and registers the tensor's memory with it. The first call imports nixl.
 
         Args:
             agent_name: a name that no agent has had before.

@@ -343,8 +343,7 @@ class RankTransfer:
             self._put_back(agent, reuse=remote.verifier is None)
 
     def _put_back(self, agent: Agent, *, reuse: bool = True) -> None:
-        """Keeps an agent without a peer for the next source if `reuse` is True and none is kept. Otherwise destroys it.
-        """
+        """Keeps an agent without a peer for the next source if `reuse` is True and none is kept. Else destroys it."""
         if self._spare is None and reuse:
             self._spare = agent
         else:

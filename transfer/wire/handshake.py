@@ -1,6 +1,6 @@
 """The side channel: an engine serves its metadata, its leases and signs of life, and a reader queries many engines.
 
-The server is a ROUTER socket on a thread of its own, and no message that it receives can end that thread. The client
+The server is a ROUTER socket on a thread of its own, and no message that it receives can kill that thread. The client
 belongs to the thread that calls it and never blocks: each peer has a separate socket and a separate deadline. A peer
 that cannot be reached is given up after one time-out. A peer that can be reached but stays silent is asked again, and
 is given up only after six time-outs. It may be alive but busy: on a host with ten processes for each core, sources took
@@ -34,17 +34,17 @@ log = logging.getLogger("pagewire.handshake")
 
 MAX_QUERY_BYTES = msg.MAX_DIGEST_BYTES + (1 << 16)
 _BATCH = 64
-# The most metadata queries and pings per second that one sender may make. An engine asks a source for metadata once and
+# How many metadata queries and pings one sender may make per second. An engine asks a source for metadata once and
 # pings it once a second, but a host may run many engines.
 _QUERIES_PER_S = 100
 _PATIENCE = 6  # a peer that can be reached but stays silent is given up after this many time-outs
-_UNREAD = 128  # how many queries of one peer are queued in this process; further queries wait in the peer's process
+_UNREAD = 128  # how many queries from one peer are queued in this process; further queries wait in the peer's process
 # How long, in seconds, a content query is held while its answer is prepared. After that, the reader is told what the
 # answer still waits for.
 _HOLD_S = 0.1
 _MOST_HELD = 256
-# The most lease and content queries per second for one rank of a reader. A rank asks once for each request, and asks
-# again while the lease is being granted.
+# How many lease and content queries one rank of a reader may make per second. A rank asks once for each request, and
+# asks again while the lease is being granted.
 _LEASES_PER_S = 4000
 
 # The rate is in frames per second of one connection. It is four times that of a rank: a REQ socket sends an empty
@@ -65,7 +65,7 @@ class EngineCard:
 
     Attributes:
         engine_id: the engine.
-        incarnation: a random name, new with each start.
+        incarnation: a random name, new at each start.
         ranks: the sealed metadata of each rank, from `sealed_rank`.
         compatibility: entries whose values must be equal at a reader.
         leased: answers a lease query; called on the server's thread. None if readers learn of leases in another way.
@@ -105,7 +105,7 @@ def differences(
 class _HeldQuery(NamedTuple):
     """A content query that waits for its answer.
 
-    The answer is sent when it is more than "waiting", and at the time `until` at the latest.
+    The server sends the answer once it is more than "waiting", but no later than the time `until`.
     """
 
     envelope: list[bytes]
@@ -165,7 +165,7 @@ class HandshakeServer:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Ends the thread. Safe to call twice."""
+        """Stops the thread. Safe to call twice."""
         self._stopping = True
         self.look_again()
         self._thread.join(10)
@@ -269,20 +269,20 @@ def _refusal(reason: str, query_id: int = -1) -> msg.QueryRefusal:
 
 @dataclass(slots=True)
 class _Asked:
-    """A question that has no answer yet. It is sent again after a while, because a silent peer may only be busy."""
+    """A query that has no answer yet. It is sent again after a while, because a silent peer may only be busy."""
 
     address: str
     message: bytes
     timeout_s: float
     begin: float
-    deadline: float  # extended each time that the question reaches the peer, up to a limit
+    deadline: float  # extended each time the query reaches the peer, up to a limit
     done: Done
     send_at: float = -math.inf
     refused: HandshakeError | None = None
 
 
 class HandshakeClient:
-    """Queries any number of engines at once. Single-threaded; `poll` delivers the answers and the time-outs.
+    """Queries any number of engines at once. Single-threaded; `poll` delivers the answers and the timeouts.
 
     Only peers in `allowed` are contacted. With None, only this host is contacted. No socket is opened to any other
     peer. `secure` is as in `HandshakeServer`. If it is given, a peer can answer only if it has the keys of the fleet
@@ -304,7 +304,7 @@ class HandshakeClient:
         self._ids = itertools.count()
 
     def ask(self, address: str, query: msg.Query, done: Done, timeout_s: float = 5.0) -> None:
-        """Asks the engine at a ZMQ address. `done` gets the answer that belongs to the query, or the error.
+        """Asks the engine at a ZMQ address. `done` gets the answer to the query, or the error.
 
         The `query_id` of the query is replaced.
         """
@@ -323,7 +323,7 @@ class HandshakeClient:
             asked.deadline, asked.refused = -math.inf, error
 
     def _send(self, asked: _Asked, now: float) -> None:
-        """Sends a question if the peer is connected; otherwise a later poll tries again."""
+        """Sends a query if the peer is connected; otherwise a later poll tries again."""
         with suppress(zmq.Again):
             self._socket(asked.address).send(asked.message, zmq.NOBLOCK)
             asked.send_at = now + asked.timeout_s / 2
@@ -351,20 +351,20 @@ class HandshakeClient:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a question is open."""
+        """Whether a query is open."""
         return bool(self._asked)
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """The sockets on which the answers to open questions arrive."""
+        """The sockets on which the answers to open queries arrive."""
         addresses = {asked.address for asked in self._asked.values()}
         return [self._sockets[address] for address in addresses if address in self._sockets]
 
     def poll(self) -> None:
-        """Hands every answer and every time-out to the `done` callback of its question."""
+        """Hands every answer and every timeout to the `done` callback of its query."""
         if not self._asked:
             return
-        # usually, questions are open at only one of hundreds of addresses
+        # usually, queries are open at only one of hundreds of addresses
         for address in {asked.address for asked in self._asked.values()}:
             socket = self._sockets.get(address)
             for _ in range(_BATCH):
@@ -377,8 +377,8 @@ class HandshakeClient:
                 self._deliver(address, data)
         now = self._clock()
         for query_id, asked in list(self._asked.items()):
-            # A due question is sent before its deadline is checked. If the last poll was long ago, the deadline may
-            # have passed before the question was sent at all. Sending the question extends the deadline, up to a limit.
+            # A due query is sent before its deadline is checked. If the last poll was long ago, the deadline may have
+            # passed before the query was sent at all. Sending the query extends the deadline, up to a limit.
             if asked.refused is None and asked.send_at <= now:
                 self._send(asked, now)
             if asked.deadline <= now:
@@ -407,14 +407,14 @@ class HandshakeClient:
             asked.done(answer)
 
     def forget(self, address: str) -> None:
-        """Closes the socket to an address unless a question still waits for it."""
+        """Closes the socket to an address unless a query still waits for an answer on it."""
         if any(asked.address == address for asked in self._asked.values()):
             return
         if (socket := self._sockets.pop(address, None)) is not None:
             socket.close()
 
     def close(self) -> None:
-        """Closes every socket. The callbacks of open questions are never called. Safe to call twice."""
+        """Closes every socket. The callbacks of open queries are never called. Safe to call twice."""
         self._asked.clear()
         for socket in self._sockets.values():
             socket.close()

@@ -28,7 +28,7 @@ Key: TypeAlias = Annotated[str, Meta(pattern="^[!-~]{40}$")]
 
 
 class Keyring(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of one process, as its keyring file holds them: Z85 text, 40 characters each.
+    """The keys of one process, as its keyring file holds them: Z85 strings of 40 characters each.
 
     Attributes:
         service_public: public key of the fleet's engines.
@@ -164,7 +164,7 @@ class Throttle:
         self._all = (20 * per_second, clock())
 
     def admits(self, sender: bytes) -> bool:
-        """Returns whether a message of this sender may be answered now. If so, the message is counted."""
+        """Returns whether a message from this sender may be answered now. If so, the message is counted."""
         now = self._clock()
         tokens, since = self._buckets.pop(sender, (2 * self._rate, now))
         tokens, of_all = self._refilled(tokens, now - since, 1), self._refilled(self._all[0], now - self._all[1], 10)

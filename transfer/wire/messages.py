@@ -18,7 +18,7 @@ from transfer.memory import MemoryType
 from transfer.plan.boxes import ADDRESS_LIMIT, ShardLayout, check
 
 PROTOCOL = 3
-"""Version of everything in this file. A peer of another version is refused with an error that names both versions."""
+"""Version of everything in this file. A peer with another version is refused with an error that names both versions."""
 
 MAX_RANKS = 4096
 MAX_METADATA_BYTES = 16 << 20
@@ -39,7 +39,7 @@ class RankMetadata(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
 
     Attributes:
         engine_id: id of the engine, which all its ranks share.
-        incarnation: a random name, new with each start. Nothing that a reader has learnt about one incarnation is used
+        incarnation: a random name, new at each start. Nothing that a reader has learnt about one incarnation is used
             for another.
         rank: index of this rank among `ranks`, counting tensor-parallel and pipeline ranks together.
         ranks: number of ranks of the engine that hold pages.
@@ -83,7 +83,7 @@ class MetadataQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
     """Asks an engine for the metadata of all its ranks.
 
     Attributes:
-        query_id: id of the question. The answer repeats it.
+        query_id: id of the query. The answer repeats it.
         engine_id: the engine expected at the address; empty for any.
         compatibility: the compatibility map of the reader. An engine whose map has other values refuses and names the
             differences.
@@ -125,7 +125,7 @@ class Wanted(NamedTuple):
         address: ZMQ endpoint of the source's handshake server.
         engine_id: the source.
         lease_id: the lease under which the source holds the pages.
-        num_tokens: the most tokens whose pages are read, counted from the first token of the request.
+        num_tokens: how many tokens to read at most, counted from the first token of the request.
         digest: the reader's own digest of these tokens and of everything else that their KV depends on.
     """
 
@@ -154,7 +154,7 @@ class LeaseReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, 
     """Answers a `LeaseQuery` or a `ContentQuery`.
 
     Attributes:
-        query_id: id of the question.
+        query_id: id of the query.
         pages: sealed `LeasedPages`, once every rank has granted the lease.
         error: why nothing can be read under the lease. If `pages` and `error` are both empty, nothing can be read yet
             and the reader asks again.
@@ -177,18 +177,18 @@ class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     wait for, and the reader asks again.
 
     Attributes:
-        query_id: id of the question. The answer repeats it.
+        query_id: id of the query. The answer repeats it.
         engine_id: the engine expected at the address.
-        ask_id: a random id, the same in each repetition of the question.
+        ask_id: a random id, which stays the same when the query is repeated.
         reader: name of the reader, for the engine's own records.
-        asker: id of the reading process, the same in all its questions. The engine lends a page to the same asker under
+        asker: id of the reading process, the same in all its queries. The engine lends a page to the same asker under
             only one lease at a time.
         compatibility: the reader's compatibility map, as in a `MetadataQuery`.
         kind: what the reader stores for each token (`kvcache.layout.kv_kind`). An engine with another kind refuses.
         page_size: tokens of a page.
         hash_algorithm: the algorithm of the digests.
-        digests: the digests of the pages, concatenated. Empty when a reader repeats a question that the engine has
-            already acknowledged.
+        digests: the digests of the pages, concatenated. Empty when a reader repeats a query that the engine has already
+            acknowledged.
         first_page: index, within the prompt, of the first page that is asked for. Each digest covers all earlier pages
             of the prompt.
     """

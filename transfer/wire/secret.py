@@ -82,7 +82,7 @@ def fleet_keys(
     Both are derived from `secret` if it is set; otherwise they are `key` and `keyring`.
 
     Raises:
-        InvalidEngineError: a key or a keyring is given beside a secret, the keyring is of another type, or
+        InvalidEngineError: a key or a keyring is given in addition to a secret, the keyring is of another type, or
             `read_secret` refuses the secret.
     """
     if not isinstance(keyring, Keyring | None):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
