@@ -148,6 +148,20 @@ def test_a_queue_that_is_not_full_waits_for_a_second(served: Make) -> None:
         assert bool(files._writer.jobs) == writes
 
 
+@pytest.mark.parametrize(("offered", "writes"), [(3, False), (4, True)])
+def test_a_queue_for_a_whole_file_is_written_at_once(served: Make, offered: int, writes: bool) -> None:
+    it = served(8, 16)
+    files = files_of(it)
+    assert files.pages_a_file == 4
+    files._clock = lambda: 100.0
+    it.serve(PROMPT)
+    it.tiers.store_all()
+    files._queue.clear()
+    files.offer(it.digests(PROMPT)[:offered])
+    files.tick()
+    assert bool(files._writer.jobs) == writes
+
+
 def test_the_folder_is_scanned_every_five_seconds_and_after_a_recovery(served: Make) -> None:
     it = served()
     now, files = 100.0, files_of(it)
