@@ -129,8 +129,8 @@ class PagedKVCacheManager:
     def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
         """Bind a row of a replica to the request. Takes no pages. With a single replica, `replica_idx` may be omitted.
 
-        Raises `AlreadyClaimedError`, or `NoFreeRowError` if every row of the replica is claimed (both ValueErrors). Its
-        subclass `NoFreeStatePageError` means that there is no room for the request's recurrent state.
+        Raises `AlreadyClaimedError`, or `NoFreeRowError` if every row of the replica is claimed (both ValueErrors). The
+        latter's subclass `NoFreeStatePageError` means that there is no room for the request's recurrent state.
         """
         mark = self._mark
         if mark.call:

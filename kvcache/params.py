@@ -387,8 +387,8 @@ class KVCacheParams:
     # `kvcache.states`). Pages get the rest.
     tier_state_share: float = 0.5
     # A function that takes a replica's number of pages and returns an `EvictionOrder` (see `kvcache.eviction_order`).
-    # The order decides which idle page is evicted first. If the function is None, the least recently used page is
-    # evicted first, unless retention hints say otherwise.
+    # The order decides which idle page is evicted first. None: the least recently used page is evicted first, unless
+    # retention hints say otherwise.
     eviction_order: Callable[[int], EvictionOrder] | None = None
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """`Journal`: reports to readers what happens to the pages of one pool.
 
 Readers are called in the order in which they were added, before the call that caused the change returns. A reader that
-saves pages before they are overwritten comes first. No reader knows the others. A report without readers costs only a
-test of an empty tuple:
+saves pages before they are overwritten comes first. No reader knows the others. If a report has no readers, it costs
+only a test of an empty tuple:
 
     for tell in pool.journal.found:
         tell(pages)

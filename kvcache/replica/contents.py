@@ -182,7 +182,7 @@ class PageContents:
 
 
 def _checked(name: str, wanted: PageDigests) -> PageDigests:
-    """Returns `wanted`. Raises `BlockTableMismatchError` if it is no `PageDigests`, or has fields of other types."""
+    """Returns `wanted`. Raises `BlockTableMismatchError` unless it is a `PageDigests` with correctly typed fields."""
     wrong, needed = BlockTableMismatchError, "PageDigests"
     of_kind(f"{name}: wanted", wanted, PageDigests, needed, wrong)
     of_kind(f"{name}: the digests", wanted.digests, bytes, "bytes", wrong)

@@ -108,11 +108,11 @@ class TextContext:
             waits. Changing them while the request holds pages is an error: the next `maybe_reserve` for more than one
             step, or the `step` that publishes the request's next page, refuses the context and changes nothing.
         retention: what the client knows about the future use of these pages.
-        extra_keys: `(position, key)` for each input other than tokens on which the KV of the token at `position` and of
-            all later tokens depends. Examples are the name of a LoRA adapter (position 0) and the digest of an image
-            (the position of its first token). Requests share pages only if their keys are equal, too.
+        extra_keys: `(position, key)` for each input other than tokens. The KV of the token at `position`, and of all
+            later tokens, depends on this input. Examples are the name of a LoRA adapter (position 0) and the digest of
+            an image (the position of its first token). Requests share pages only if their keys are equal, too.
 
-    A copy (`copy`, `pickle`) has its own tokens and indices, and is another object for the same request. The manager
+    A copy (`copy`, `pickle`) has its own tokens and indices, and is a separate object for the same request. The manager
     accepts it if the request has no pages yet. `fork` makes a context for another request.
 
     Raises:

@@ -70,10 +70,10 @@ _Chain, SHA256_BY = _compiled()
 class PrefixHasher:
     """The page digests of one request. New pages add digests as the request grows. No digest is computed twice.
 
-    Two pages have the same digest exactly if algorithm, page size, salt, and all tokens and extra keys up to the end of
-    the page are the same. A missing salt (None) is distinct from every salt, including the empty one. Digests do not
-    depend on the process, so they can be compared across hosts. An attacker can construct collisions of `xxh3_128`, but
-    not of sha256 and blake3.
+    Two pages have the same digest if and only if algorithm, page size, salt, and all tokens and extra keys up to the
+    end of the page are the same. A missing salt (None) is distinct from every salt, including the empty one. Digests do
+    not depend on the process, so they can be compared across hosts. An attacker can construct collisions of `xxh3_128`,
+    but not of sha256 and blake3.
     """
 
     __slots__ = ("algorithm", "extra_keys", "keys_left", "known", "matches", "page_size", "running", "salt", "width")

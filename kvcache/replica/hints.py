@@ -237,7 +237,7 @@ class ReplicaHints(PageReader):
             baseline.forget(words)
 
     def _unfindable(self) -> int:
-        """Returns the number of pages of running requests that are in no baseline.
+        """Returns the number of pages of running requests that no baseline contains.
 
         These are pages after the prompt and partly filled pages.
         """

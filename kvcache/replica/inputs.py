@@ -163,7 +163,7 @@ def increment_cache_lengths(
 ) -> Sequence[RaggedKVCacheInputs]:
     """See `PagedKVCacheManager.increment_cache_lengths`.
 
-    Copies no tables and no pages, and does not wait for a device.
+    Does not copy tables or pages, and does not wait for a device.
     """
     try:
         advanced = _advanced(kv_cache_inputs, prev_model_inputs, replicas)

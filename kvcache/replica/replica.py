@@ -367,7 +367,7 @@ class Replica:
         self.leases.grant(lease, row, [states.held(row) for states in self.states])
 
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
-        """Give each of `rows` pages for `lengths` tokens, one of which is to run. Either all rows get pages, or no row.
+        """Give each of `rows` pages for `lengths` tokens, one of which is to run. Either all rows get pages, or none.
 
         Returns False if too few pages are free, if a row needs more than one page, or if a row needs the checks of
         `reserve`. If the result is False, the caller must call `reserve` for each row.

@@ -523,7 +523,7 @@ class RowTables:
             yield of, max(at - pages.shape[1], told), min(at, last)
 
     def _told(self, group: LayerGroup, row: int) -> tuple[int, int]:
-        """Returns the range of columns (end excluded) whose pages in `group` readers of the leased `row` may know."""
+        """Returns the columns, `(first, end)`, whose pages in `group` may be known to readers of the leased `row`."""
         behind = -(-int(self._leases.told[row]) // self._page_size)
         return self._seen(group, int(self._leases.kept[row])), behind
 
@@ -554,7 +554,7 @@ class RowTables:
         return self._pool.index.find(mixed.reshape(-1, mixed.shape[2])).reshape(mixed.shape[:2])
 
     def _mix(self, tables: slice, digests: Digests) -> Digests:
-        """Returns the digest in each of `tables` of pages whose tokens have `digests`: `[tables, pages, words]`."""
+        """Returns the page digests in each of `tables` for tokens with `digests`: `[tables, pages, words]`."""
         return digests ^ self._mixed[tables]
 
     def _to_hold(self, group: LayerGroup, indices: ContextIndices, length: int, start: int) -> int:

@@ -34,8 +34,8 @@ _WAKE_MS = 200  # in milliseconds: how often the thread tests whether the endpoi
 # the share of the thread's time that snapshots may take; when they have used it up, requests have to wait
 _SHARE = 0.25
 # The share of the loop's time that snapshots may cost it by holding the interpreter lock. If the other threads of the
-# process are always busy, the pauses between snapshots are so long that snapshots keep to this share, up to a longest
-# pause. If these threads mostly wait for the model, snapshots disturb nothing, and the pauses are short.
+# process are always busy, the pauses between snapshots are so long that snapshots keep to this share, unless a pause
+# reaches its maximum. If these threads mostly wait for the model, snapshots disturb nothing, and the pauses are short.
 _LOOP_SHARE = 0.01
 _LEAST_S, _MOST_S = 0.05, 2.0
 _FAILED_S = 1.0  # in seconds: how long to pause after a snapshot that failed

@@ -244,8 +244,8 @@ class PrefixTree:
         branches = np.bincount(up[known], minlength=len(up))
         is_head = (up[known] == 0) | (branches[up[known]] > 1)
         heads = known[is_head]
-        # For each page, the first page of its part of the tree. In round n, the loop below replaces each page by the
-        # page 2**n pages before it, but by no page before the first page of the part.
+        # For each page, the first page of its part of the tree. In round n, the loop below replaces each page with the
+        # page 2**n pages before it, but never goes back beyond the first page of the part.
         first = up.copy()
         first[heads] = heads
         while not np.array_equal(further := first[first], first):

@@ -44,7 +44,7 @@ class WatchNames:
         return list(map(tenant_name, salts))
 
     def beside(self, beside: Beside) -> Beside:
-        """Replace the request ids in `leases` and `pulls` by names. The keys of `phases` stay request ids."""
+        """Replace the request ids in `leases` and `pulls` with names. The keys of `phases` stay request ids."""
         if self._are_clear:
             return beside
         replace = msgspec.structs.replace
