@@ -262,7 +262,6 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "transfer.pull.replica",
         [
-            Mutation("ReplicaTransfer._pull_at_once", "self.directory.use(", "self.directory.ready("),
             Mutation("ReplicaTransfer._fail", "safe = all(one.is_over for one in pull.reads)", "safe = True"),
         ],
     ),

@@ -285,17 +285,16 @@ class RankTransfer:
         """
         agent = self._open()
         notes = [decode_note(message) for _, message in agent.notifications()]
-        lost = [(key, remote.failure) for key, remote in self._remotes.items() if remote.failure is not None]
-        for engine_id, failure in lost:
-            self.disconnect(engine_id, failure)
+        for engine_id, remote in list(self._remotes.items()):
+            if remote.failure is not None:
+                self.disconnect(engine_id, remote.failure)
         for remote in self._to_poll():
             # No peer writes to this agent, but its own messages and the detection of dead peers need polls.
             with suppress(AgentError):
                 remote.agent.notifications()
         self.puller.poll()
         self._give_up_stuck()
-        if self._retiring:
-            self._reap()
+        self._reap()
         if not len(self.puller) and self._spare is None:
             with suppress(AgentError):  # the next source's request will report the error
                 self._spare = self._make_reader()
