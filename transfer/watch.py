@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from kvcache.watch.messages import Beside, LeaseRow, PullRow
@@ -35,23 +35,20 @@ def transfers_of(owner: Transfers) -> Callable[[], Beside]:
     )
 
 
-def _leases(pool: str, thread: TransferThread) -> list[LeaseRow]:
+def _leases(pool: str, thread: TransferThread) -> Iterator[LeaseRow]:
     book = thread.replica.leases
-    rows: list[LeaseRow] = []
     for lease in filter(None, map(book.find, book.ids())):
         age_s, left_s = book.times(lease)
         heard = f"{len(lease.heard)} of {lease.engines} readers" if lease.heard else ""
-        rows.append(LeaseRow(request_id=lease.request_id, pool=pool, age_s=age_s, left_s=left_s, heard=heard))
-    return rows
+        yield LeaseRow(request_id=lease.request_id, pool=pool, age_s=age_s, left_s=left_s, heard=heard)
 
 
-def _pulls(pool: str, thread: TransferThread) -> list[PullRow]:
-    rows: list[PullRow] = []
+def _pulls(pool: str, thread: TransferThread) -> Iterator[PullRow]:
     now = time.monotonic()
     for key, pull in thread.replica.pulls.items():
         parts = list(pull.reads)
         began = min((part.started for part in parts), default=None)
-        row = PullRow(
+        yield PullRow(
             key=key,
             pool=pool,
             source=pull.source.engine_id,
@@ -60,5 +57,3 @@ def _pulls(pool: str, thread: TransferThread) -> list[PullRow]:
             age_s=None if began is None else now - began,
             left_s=pull.deadline - now,
         )
-        rows.append(row)
-    return rows

@@ -8,7 +8,7 @@ decide whether staging or direct runs are cheaper.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 from typing import NamedTuple, TypeAlias
@@ -202,22 +202,20 @@ class StagingPlan:
         return pages * len(self._segments), pages * sum(segment.length for segment in self._segments)
 
 
-def _copies(stack: Stack, remote_page: int) -> list[_StridedCopy]:
-    """Returns the strided copies of a stack, at least one for each pair of boxes.
+def _copies(stack: Stack, remote_page: int) -> Iterator[_StridedCopy]:
+    """Yields the strided copies of a stack, at least one for each pair of boxes.
 
     A pair is cut along each axis whose stride is a remote page or more, for example if all K pages lie before all V
     pages.
     """
     inner = tuple(axis for axis in stack.axes if axis[2] < remote_page)
     outer = [axis for axis in stack.axes if axis[2] >= remote_page]
-    found: list[_StridedCopy] = []
     columns = (stack.local_region, stack.local_offset, stack.remote_region, stack.remote_offset)
     for local_region, local, remote_region, remote in zip(*(column.tolist() for column in columns), strict=True):
         for place in product(*(range(n) for n, _, _ in outer)):
             ours = local + sum(index * step for index, (_, step, _) in zip(place, outer, strict=True))
             theirs = remote + sum(index * step for index, (_, _, step) in zip(place, outer, strict=True))
-            found.append(_StridedCopy(stack, inner, local_region, ours, remote_region, theirs))
-    return found
+            yield _StridedCopy(stack, inner, local_region, ours, remote_region, theirs)
 
 
 def _segments(copies: Sequence[_StridedCopy], page_size: int, *, single: bool) -> tuple[list[_Segment], list[int]]:
