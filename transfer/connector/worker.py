@@ -243,7 +243,7 @@ class NixlConnectorWorker:
         Must be called before the leases of these requests are granted.
 
         Raises:
-            InvalidTransferError: the blocks of a request have another number of groups than the config.
+            InvalidTransferError: a request's blocks have a different number of groups than the config.
         """
         if self._host is None:
             return

@@ -1,7 +1,7 @@
 """A NIXL agent: the memory that it registers, the peers that it knows, the transfers that it posts.
 
-nixl is imported when the first agent is made. Its settings are environment variables. NIXL reads them on import, and
-UCX when an agent is made, so they are set only during that time.
+nixl is imported when the first agent is created. Its settings are environment variables. NIXL reads them on import, and
+UCX when an agent is created, so they are set only during that time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Descriptors: TypeAlias = "npt.NDArray[np.uint64]"
 """uint64 `[runs, 3]`: address, bytes and device of each run."""
 
 RunList: TypeAlias = "Descriptors | list[tuple[int, int, int]]"
-"""`Descriptors`, or a list if there are few runs, because making an array takes 2 µs."""
+"""`Descriptors`, or a list if there are few runs, because creating an array takes 2 µs."""
 
 BACKGROUND_RUNS = 128
 """Transfers of at least this many runs are copied by a NIXL thread. Smaller ones are copied by the posting thread."""
@@ -110,13 +110,13 @@ class Agent:
     Args:
         name: a name that no agent has had before.
         memory_type: type of the memory that most of the agent's regions are in. It determines the transports.
-        background_runs: a transfer of at least this many runs is copied by a thread of NIXL. The call that posts the
+        background_runs: a transfer of at least this many runs is copied by a NIXL thread. The call that posts the
             transfer then returns at once, unless that thread is busy. For a smaller transfer, the call returns when
             everything is copied, which is faster than waking the thread.
         files: parameters of NIXL's POSIX plugin, for an agent that moves bytes to files and has no peers.
 
     Attributes:
-        backend: NIXL's handle of the plugin.
+        backend: NIXL's handle for the plugin.
     """
 
     def __init__(
@@ -184,12 +184,12 @@ class Agent:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process made the agent. A forked child cannot use its parent's agent."""
+        """Whether this process created the agent. A forked child cannot use its parent's agent."""
         return self._owner == os.getpid()
 
     @property
     def plugins(self) -> list[str]:
-        """Returns the names of this NIXL's plugins. Not all of them load on every host."""
+        """Returns the names of the plugins that this version of NIXL has. Not all of them load on every host."""
         with nixl_errors(f"agent {self.name!r}: its plugins"):
             return sorted(self._agent.get_plugin_list())
 
@@ -294,7 +294,7 @@ class Agent:
         return self._agent.agent.prepXferDlist(owner, words, [])
 
     def _posted(self, bound: Any, made: int) -> Handle | None:
-        """Posts a transfer by its raw number. To make and release a handle object would double the cost."""
+        """Posts a transfer by its raw number. Creating and releasing a handle object would double the cost."""
         try:
             has_ended = bound.postXferReq(made) == self._ended
         except _errors() as error:

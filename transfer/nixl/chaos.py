@@ -26,15 +26,15 @@ class Rates:
     """The probability of each fault, for each READ or notification.
 
     Attributes:
-        delay: a READ is posted only after some calls of `done`. It reads what the pages contain at that time.
+        delay: a READ is posted only after some calls to `done`. It reads what the pages contain at that time.
         refuse: a READ is refused.
         break_: a READ ends in an error after half of its runs have arrived.
         short: a READ reports success although its last run has not arrived.
         corrupt: a READ reports success with one wrong bit.
         drop: a notification is lost.
         duplicate: a notification arrives twice.
-        late: a notification arrives some calls of `notifications` later, after notifications that were sent after it.
-        polls: the longest delay, in calls of `done` or `notifications`.
+        late: a notification arrives some calls to `notifications` later, after notifications that were sent after it.
+        polls: the longest delay, in calls to `done` or `notifications`.
     """
 
     delay: float = 0.2
@@ -131,7 +131,7 @@ class ChaosAgent(Agent):
         return read
 
     def done(self, handle: Handle) -> bool:
-        """Like `Agent.done`, for a handle of `read`."""
+        """Like `Agent.done`, for a handle from `read`."""
         if handle.polls > 0:
             handle.polls -= 1
             return False
@@ -150,7 +150,7 @@ class ChaosAgent(Agent):
         return True
 
     def release(self, handle: Handle) -> None:
-        """Like `Agent.release`, for a handle of `read`."""
+        """Like `Agent.release`, for a handle from `read`."""
         if handle.handle is not None:
             super().release(handle.handle)
 

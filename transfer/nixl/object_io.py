@@ -1,10 +1,10 @@
 """Objects of an S3 store through NIXL's OBJ plugin: `KVCacheParams(object_tier_io=NixlObjects(bucket))`.
 
 The plugin runs in a separate process, `object_store.py`, which shares only the memory that the bytes pass through.
-There are three reasons. First, a call of the plugin hangs if the store does not answer: 25 s if nothing listens, 59 s
-and more if nothing replies, whatever the settings. Second, a READ that is given up keeps writing to its memory. Third,
-the plugin of one of NIXL's two wheels needs a CUDA library to load. A process can be killed at any time, and writes
-nothing after that.
+There are three reasons. First, a call to the plugin hangs if the store does not answer: for 25 s if nothing listens,
+and for 59 s or more if nothing replies, whatever the settings. Second, an abandoned READ keeps writing to its memory.
+Third, the plugin of one of NIXL's two wheels needs a CUDA library to load. A process can be killed at any time, and
+writes nothing after that.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ class NixlObjectIO:
         return [(self._prefix + key, offset, start, size) for key, offset, start, size in ranges]
 
     def _ask(self, question: dict[str, object], answer: type[_T]) -> _T:
-        """Sends one question to the process and returns its answer.
+        """Sends one request to the process and returns its answer.
 
-        Any failure ends the process, and the next call starts another one.
+        Any failure kills the process, and the next call starts another one.
         """
         os.ftruncate(self._said, 0)
         try:
@@ -156,7 +156,7 @@ class NixlObjectIO:
         return _Store(process, ours)
 
     def _exchange(self, store: _Store, question: dict[str, object], seconds: float) -> Any:
-        """Sends a question and returns the answer. Each is one line of JSON. Raises `OSError` or a decoding error."""
+        """Sends a request and returns the answer. Each is one line of JSON. Raises `OSError` or a decoding error."""
         deadline, channel, line = time.monotonic() + seconds, store.channel, b""
         channel.settimeout(seconds)
         channel.sendall(msgspec.json.encode(question) + b"\n")

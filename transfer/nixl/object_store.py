@@ -1,8 +1,8 @@
 """A process that calls NIXL's OBJ plugin for `object_io.py`, which kills it when a call takes too long.
 
 The script imports neither our packages nor torch, so that it starts within a second and takes 60 MB. Its arguments are
-two inherited descriptors: a socket and a memory file. A question is a line of JSON. Its answer is also a line of JSON:
-{"answer": ...} or {"error": "..."}. The process ends when the socket closes, whatever NIXL is doing.
+two inherited descriptors: a socket and a memory file. Each request is a line of JSON, and so is its answer, which is
+{"answer": ...} or {"error": "..."}. The process exits when the socket closes, whatever NIXL is doing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAME = "objects"
 class _Plugin:
     """An agent with NIXL's OBJ plugin, which moves bytes between objects and the shared memory.
 
-    Exceptions of NIXL reach the caller.
+    NIXL's exceptions reach the caller.
     """
 
     def __init__(self, settings: dict[str, str], memory: mmap.mmap) -> None:
@@ -107,11 +107,11 @@ def _listen(channel: socket.socket, questions: queue.SimpleQueue[dict[str, Any]]
     with channel.makefile("rb") as lines:
         for line in lines:
             questions.put(json.loads(line))
-    os._exit(0)  # the parent has ended or has closed the socket, so nothing is left to do
+    os._exit(0)  # the parent has exited or has closed the socket, so nothing is left to do
 
 
 def main() -> None:
-    """Answers questions until the socket closes."""
+    """Answers requests until the socket closes."""
     channel, memory = socket.socket(fileno=int(sys.argv[1])), mmap.mmap(int(sys.argv[2]), 0)
     questions: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, questions), daemon=True).start()
@@ -120,7 +120,7 @@ def main() -> None:
         question = questions.get()
         try:
             reply: dict[str, Any] = {"answer": None}
-            if plugin is None:  # the first question contains the store's settings
+            if plugin is None:  # the first request contains the store's settings
                 plugin = _Plugin(question["settings"], memory)
             else:
                 reply = {"answer": _answer(plugin, question)}

@@ -1,8 +1,8 @@
 """The environment variables of UCX and NIXL that agents need in order to connect safely.
 
-UCX reads the environment once, when the first agent is made. These settings choose CMA between processes of one host:
-data moves by `process_vm_readv`, while notifications and the detection of a dead peer use shared memory. CMA has a
-tenth of the latency of TCP and needs no listening socket.
+UCX reads the environment once, when the first agent is created. These settings choose CMA between processes of one
+host: data moves by `process_vm_readv`, while notifications and the detection of a dead peer use shared memory. CMA has
+a tenth of the latency of TCP and needs no listening socket.
 """
 
 from __future__ import annotations

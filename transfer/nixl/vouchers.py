@@ -49,7 +49,7 @@ class Voucher:
     def poll(self) -> None:
         """Accepts and closes the pending connections, in every 1,024th call.
 
-        A connection carries no data. That it could be made is all that a reader wants to know.
+        A connection carries no data. A reader only checks whether it can connect.
         """
         self._polls += 1
         if self._polls % _EVERY:

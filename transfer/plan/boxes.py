@@ -84,8 +84,8 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
     """The layers that share a block table: one list of a request's page ids addresses all of them.
 
     Attributes:
-        page_size: tokens of a page in memory; 1 for recurrent state.
-        num_pages: pages of the pool.
+        page_size: tokens per page in memory; 1 for recurrent state.
+        num_pages: pages in the pool.
         boxes: the contents of a page; empty if this shard has no layer of the group. Boxes of several groups may lie in
             the same memory, because only one group uses a page at a time.
         window: tokens that a sliding window looks back; 0 for full attention.

@@ -19,7 +19,7 @@ from transfer.plan.intersection import Ints, Stack
 from transfer.plan.runs import PagePairs, PageRuns, Runs, concatenated, joined, no_runs, page_runs, token_runs
 
 MAX_RUNS = 1 << 25
-"""The limit of runs in one pull. The descriptors of that many runs take a gigabyte, and their transfer takes a minute.
+"""The largest number of runs in one pull. The descriptors of so many runs take a gigabyte, and their transfer a minute.
 
 Only a layout that scatters single elements needs more, and only a malicious peer has such a layout.
 """
@@ -27,7 +27,7 @@ Only a layout that scatters single elements needs more, and only a malicious pee
 MAX_TOKEN = 1 << 62
 
 _MAX_KEPT = 1 << 20
-"""The limit of page runs that a group caches, at 56 bytes each.
+"""The largest number of page runs that a group caches, at 56 bytes each.
 
 A pull usually has one to three kinds of pieces. If neither page size divides the other, there can be as many kinds as
 the two pages have tokens together.
@@ -145,13 +145,13 @@ class GroupPlan:
             raise InvalidTransferError(f"{self.where}: local page {pairs.repeated} is named twice")
 
     def size(self, tokens: tuple[int, int]) -> tuple[int, int]:
-        """Returns the number of runs and of bytes in a pull of `tokens` if no two of its pages are neighbours."""
+        """Returns the numbers of runs and bytes in a pull of `tokens` if no two of its pages are neighbours."""
         found = self._lengths(cut(tokens, self.local.page_size, self.remote.page_size))
         num_bytes = sum(places * int(length.sum()) for places, length in found)
         return sum(places * len(length) for places, length in found), num_bytes
 
     def _lengths(self, kinds: list[PieceKind]) -> list[tuple[int, Ints]]:
-        """Returns pairs: a number of pieces, and the length in bytes of each run that one such piece has."""
+        """Returns pairs: a number of pieces with the same runs, and the lengths of these runs in bytes."""
         found: list[tuple[int, Ints]] = []
         for kind in kinds:
             found += [(len(kind.local), runs.length) for runs in self.page_runs(kind, flowing=len(kinds) == 1)]

@@ -15,7 +15,7 @@ from transfer.plan.intersection import Ints
 
 
 class BlocksOfGroup(NamedTuple):
-    """The tokens to read of one layer group, from a source that names its pages by the blocks of its scheduler.
+    """The tokens to read for one layer group, from a source that names its pages by the blocks of its scheduler.
 
     Attributes:
         local: the local pages that hold the tokens, in our page size.

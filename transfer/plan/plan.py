@@ -40,7 +40,7 @@ class _Run(NamedTuple):
 
 
 class Plan:
-    """The copy from one remote shard to the local shard, for any pages. Made by `plan`. Not thread-safe.
+    """The copy from one remote shard to the local shard, for any pages. Created by `plan`. Not thread-safe.
 
     Attributes:
         groups: the plan of each group of the layouts.
@@ -100,7 +100,7 @@ class Plan:
         arithmetic. Returns None if there are many runs, and in the cases that only `runs` handles: page sizes that
         differ, a first token that does not begin a page, states, blocks of a source, and invalid input.
         """
-        if self._runs_of_page is None:  # made on first use, so that first contact does not wait for it
+        if self._runs_of_page is None:  # computed on first use, so that first contact does not wait
             self._runs_of_page = [self._of_page_0(group) for group in self.groups]
         here: RunRows = []
         there: RunRows = []

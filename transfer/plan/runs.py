@@ -179,10 +179,10 @@ class PageRuns:
         return self.spread(local * self.local_page, remote * self.remote_page, length, local_bases, remote_bases)
 
     def spread(self, local: Ints, remote: Ints, length: Ints, local_bases: Ints, remote_bases: Ints) -> Runs:
-        """Returns a copy of each run at each place. A place is a pair of a local and a remote offset.
+        """Returns a copy of each run at each position. A position is a pair of a local and a remote offset.
 
-        `local` and `remote` are the offsets of the places in bytes from page 0, int64 `[places]`. `length` must
-        broadcast to `[runs, places]`.
+        `local` and `remote` are the offsets of the positions in bytes from page 0, int64 `[positions]`. `length` must
+        broadcast to `[runs, positions]`.
         """
         local = np.add.outer(local_bases[self.local_region] + self.local_offset, local)
         remote = np.add.outer(remote_bases[self.remote_region] + self.remote_offset, remote)

@@ -43,12 +43,12 @@ def from_tensor(
     """Returns the box of a tensor whose dimensions are named.
 
     Args:
-        shape: elements of each dimension.
-        strides: bytes (not elements) between neighbours of each dimension.
+        shape: number of elements along each dimension.
+        strides: bytes (not elements) between neighbours along each dimension.
         axes: comma-separated names of the dimensions: page, layer, side, head, token or dim. An axis that is not named
             has one element. If a dimension packs two axes (K and V), `shape` has both.
         dtype: name of the element type.
-        itemsize: bytes of an element.
+        itemsize: bytes per element.
         region: index of the region that the tensor lies in.
         offset: bytes from the start of the region to the tensor.
         kind: as in `Box`.

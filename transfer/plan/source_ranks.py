@@ -14,7 +14,7 @@ from transfer.errors import MetadataError
 from transfer.plan.boxes import Box, Group, Index, ShardLayout, sub_box
 
 _NOBODY = -1
-# 128 layers of 64 heads on 64 ranks, K and V apart, are a million cells; only a malicious peer has more than this
+# 128 layers of 64 heads on 64 ranks, with separate K and V, are a million cells; only a malicious peer has more
 _MAX_CELLS = 1 << 24
 
 

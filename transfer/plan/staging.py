@@ -32,10 +32,10 @@ _WIRE_GBPS = 10.0
 _COPY_RUN_NS = 3.5  # cost of one run in a strided copy
 _COPY_GBPS = 11.0
 MAX_COPIES = 1 << 14
-"""The limit of strided copies in one pull.
+"""The largest number of strided copies in one pull.
 
-If each layer has its own tensor, with K apart from V and heads as an outer axis, a pull takes thousands. Only a layout
-that scatters its elements takes more than the limit.
+If each layer has its own tensor, with separate K and V and with heads as an outer axis, a pull takes thousands. Only a
+layout that scatters its elements takes more than the limit.
 """
 _LINE = 64  # bytes of a cache line; each segment of the staging area begins at the start of a cache line
 _NEVER = 1 << 63  # stands for the page stride of a pool that has only one page
@@ -85,7 +85,7 @@ def copies_of(plan: GroupPlan) -> int:
 
 
 class StagingPlan:
-    """The plan that pulls one group through a staging area. `Plan.staging` makes it.
+    """The plan that pulls one group through a staging area. `Plan.staging` creates it.
 
     Raises `InvalidTransferError` if staging takes more than `MAX_COPIES` strided copies.
 
@@ -117,7 +117,7 @@ class StagingPlan:
     ) -> Runs:
         """Returns the runs that copy the remote pages of `tokens` to the staging area at `staging_base`.
 
-        Raises as `Plan.runs`.
+        Raises the same errors as `Plan.runs`.
         """
         tokens = self._plan.tokens(tokens)
         if tokens[0] == tokens[1]:

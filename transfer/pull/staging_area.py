@@ -99,7 +99,7 @@ def staged_parts(area: StagingArea, plan: Plan, group: int, pages: PageCopy) -> 
     """Returns the parts that read a group's pages, each through one slab. None if direct runs are preferred.
 
     Raises:
-        InvalidTransferError: as `Plan.runs`.
+        InvalidTransferError: as for `Plan.runs`.
     """
     local, _, (start, stop) = pages
     of_group = plan.groups[group]
