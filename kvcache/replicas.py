@@ -423,9 +423,10 @@ class Replicas:
                     watched.append(Watched(tiers.files.index, FILES * len(specs) + first, of))
         self._events = EventPublisher(options, specs, len(self.each), self.each[0].page_size, watched)
         self.event_endpoints = self._events.endpoints
-        self._log, self._is_plain = self._events.log, False
+        self._log = log = self._events.log
+        self._is_plain = False
         for replica in self.each:
-            replica.log = self._log
+            replica.log = log
 
     def stop(self) -> None:
         """Wait until no device and no thread of a tier copies, reads or writes anything."""
