@@ -133,11 +133,12 @@ def test_an_address_that_cannot_be_bound_says_why_and_leaves_no_file_open(tmp_pa
             (f"ipc://{tmp_path}/none/e", errno.ENOENT),
             (f"ipc://{tmp_path}/{'x' * 200}", None),  # Python refuses such a path, and gives no number.
         ):
-            before = sorted(one.name for one in Path("/proc/self/fd").iterdir())
+            before = {one.name for one in Path("/proc/self/fd").iterdir()}
             with pytest.raises(OSError, match=r"^\[Errno|too long") as error:
                 listener(address)
             assert error.value.errno == why, address
-            assert sorted(one.name for one in Path("/proc/self/fd").iterdir()) == before, address
+            # ZMQ may close files of earlier sockets meanwhile.
+            assert {one.name for one in Path("/proc/self/fd").iterdir()} <= before, address
             if why == errno.EADDRINUSE:
                 with pytest.raises(InvalidParamsError, match=f"with keys: cannot bind .*{os.strerror(why)}"):
                     bound_socket("with keys", zmq.ROUTER, address, secure=lambda _: None)

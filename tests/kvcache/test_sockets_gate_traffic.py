@@ -126,7 +126,7 @@ def ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[
     with contextlib.ExitStack() as opened:
         caplog.set_level(logging.DEBUG, "pagewire")
         yield lambda *given: opened.enter_context(closing(Ends(tmp_path, *given)))
-    assert "a turn of its gate failed" not in caplog.text
+    assert not [one for one in caplog.get_records("call") if "a turn of its gate failed" in one.getMessage()]
 
 
 def turns(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -262,8 +262,8 @@ def test_a_peer_that_does_not_read_keeps_a_gate_open_no_longer_than_was_said(end
 
 
 def test_a_gate_without_peers_ends_at_once_and_leaves_nothing_open(tmp_path: Path) -> None:
-    def open_files() -> list[str]:
-        return sorted(one.name for one in Path("/proc/self/fd").iterdir())
+    def open_files() -> set[str]:
+        return {one.name for one in Path("/proc/self/fd").iterdir()}
 
     before, started = open_files(), time.monotonic()
     gate = Gate("echo", f"ipc://{tmp_path}/gate", UNLIMITED)
@@ -271,7 +271,7 @@ def test_a_gate_without_peers_ends_at_once_and_leaves_nothing_open(tmp_path: Pat
     gate.close(10 * PATIENCE_S)
     assert time.monotonic() - started < PATIENCE_S
     assert not gate._thread.is_alive()
-    assert open_files() == before
+    assert open_files() <= before  # ZMQ may close files of earlier tests meanwhile
     assert not (tmp_path / "gate").exists()
 
 
