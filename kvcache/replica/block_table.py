@@ -167,6 +167,7 @@ class PendingImport:
     num_tokens: int = 0  # how many tokens the other manager's table covers; extending the import raises this number
     # The hasher of the request's tokens, in the table's page size and algorithm; None if the table has no digests.
     hasher: PrefixHasher | None = None
+    has_last: bool = False  # whether the last block table of the prompt has come
     closed: bool = False  # whether the import was committed or cancelled
     on_free: Callable[[], None] = _nothing  # called after the import was cancelled and its pages were freed
     # the tables of the other manager whose pages no copier has taken yet
@@ -193,6 +194,11 @@ class PendingImport:
         False if the other manager's table has no state, and this manager has already cached all pages of the table.
         """
         return any(part.is_state or part.first < part.stop for part in self.parts)
+
+    @property
+    def lacks_end(self) -> bool:
+        """Whether only a table that has not come yet names the pages of windows, or the recurrent state."""
+        return not self.has_last and any(part.at_end or part.is_state for part in self.parts)
 
     @property
     def written(self) -> Pages:
@@ -267,6 +273,7 @@ class PendingImport:
         each block table. `last` says that `table` is the last table of this import.
         """
         self.num_tokens = table.num_tokens
+        self.has_last |= last
         self.told.append(table)
         for part, pages in zip(self.parts, named, strict=True):
             if last or not part.at_end:

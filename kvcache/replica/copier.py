@@ -15,6 +15,8 @@ from kvcache.replica.rows import BlockRows
 from kvcache.types import RequestID
 from kvcache.under_way import UnderWay
 
+BEFORE_LAST = "came before the last block table of its prompt: call extend_import with last=True first"
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ImportProof:
@@ -59,7 +61,8 @@ class ImportCopier:
 
         There is one `PageCopy` for each group of layers. `last` says that this is the last call. A recurrent state
         covers all tokens of the request, so it is returned only by the last call. Raises `InvalidRequestError` if the
-        import is closed, if this copier has ended, or if the last pages were already taken.
+        import is closed, if this copier has ended, or if the last pages were already taken. Also raises it if `last` is
+        set although `extend_import` must still bring the last table, which names the windows' pages and the state.
         """
         pending = self.pending
         if self.is_over or self._has_all or pending.closed:
@@ -67,6 +70,8 @@ class ImportCopier:
             raise InvalidRequestError(
                 f"request {pending.request_id!r}: there are no pages left to copy, because {reason}"
             )
+        if last and pending.lacks_end:
+            raise InvalidRequestError(f"request {pending.request_id!r}: take of the last pages {BEFORE_LAST}")
         copies = pending.take(last=last)
         self._taken, self._has_all = pending.tokens[1], last
         self.tables, pending.told = (*pending.told,), []

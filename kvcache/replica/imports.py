@@ -24,7 +24,7 @@ from kvcache.params import HashAlgorithm, usable_hashes
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.replica.block_table import BlockTable, ImportPart, PageCopy, PendingImport
 from kvcache.replica.context import SafeContext, hasher_of
-from kvcache.replica.copier import ImportProof
+from kvcache.replica.copier import BEFORE_LAST, ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, token_bytes
 from kvcache.replica.replica import Replica
 from kvcache.replica.resume import Reservation
@@ -545,6 +545,8 @@ def finish_import(
     Its tokens then count as computed, and its full pages are published.
     """
     _check_open(replica, row, context, pending, "commit_import")
+    if pending.lacks_end:
+        raise InvalidRequestError(f"request {context.request_id!r}: commit_import {BEFORE_LAST}")
     _check_proof(replica, pending, proof, "commit_import")
     # the request's own prefix hit may cover more tokens than the table
     there = max(pending.num_tokens, replica.rows.counted.item(row))

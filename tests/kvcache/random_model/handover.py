@@ -31,6 +31,7 @@ class Import:
     pending: PendingImport
     table: BlockTable
     ends: set[int] | None  # The tokens at which chunks of the prompt end after the import.
+    lacks_last: bool = False  # The last table of the prompt has not come yet.
     copier: ImportCopier | None = None
     is_taken: bool = False  # A copier has taken all of the import's pages.
 
@@ -102,7 +103,7 @@ class ImportMoves(Moves):
         """Begins the import. Returns whether the request has got pages for it."""
         context, manager = one.context, self.manager
         full = table.num_tokens - table.num_tokens % PAGE_SIZE
-        partial = bool(not manager.states and self.replica(one).is_plain and full and self.choose.integer(0, 2) == 0)
+        partial = bool(full and self.choose.integer(0, 2) == 0)
         first = self.cut_short(table, full // 2 - full // 2 % PAGE_SIZE or PAGE_SIZE) if partial else table
         shared, last, runs = self.device_run(one, 0) * PAGE_SIZE, len(one.tokens) - 1, context.active_idx
         held = seam.host_held(manager)
@@ -124,15 +125,22 @@ class ImportMoves(Moves):
             self.state_hits += 1
             self.books.touch_found(one)
         looked = bool(one.context.start_idx or runs > 1)
-        self.imports[one.name] = Import(one, pending, table, {shared, last - last % PAGE_SIZE} if looked else None)
+        ends = {shared, last - last % PAGE_SIZE} if looked else None
+        self.imports[one.name] = Import(one, pending, table, ends, partial)
         return True
 
     def cut_short(self, table: BlockTable, tokens: int) -> BlockTable:
-        """Returns the table cut to the first `tokens` tokens."""
+        """Returns the table cut to the first `tokens` tokens, as the source tells it while the prompt runs: without
+        pages of windows.
+        """
         width = len(table.digests) // max(1, table.num_tokens // PAGE_SIZE)
-        pages = tokens // PAGE_SIZE
+        pages, tables = tokens // PAGE_SIZE, self.manager.layer_tables.tables
+        groups = [named[:pages] if of.group.keeps_all else () for of, named in zip(tables, table.groups, strict=False)]
         return msgspec.structs.replace(
-            table, num_tokens=tokens, groups=(table.groups[0][:pages],), digests=table.digests[: pages * width]
+            table,
+            num_tokens=tokens,
+            groups=(*groups, *table.groups[len(tables) :]),
+            digests=table.digests[: pages * width],
         )
 
     def gives_up(self, one: Request) -> bool:
@@ -166,8 +174,9 @@ class ImportMoves(Moves):
         """Copies the remaining pages, proves their arrival, and commits the import."""
         one, pending, context, copier = mine.one, mine.pending, mine.one.context, mine.copier
         assert copier is not None
-        if pending.num_tokens < mine.table.num_tokens:
+        if mine.lacks_last:
             self.call("extend_import", lambda: self.manager.extend_import(context, pending, mine.table, last=True))
+            mine.lacks_last = False
         mine.is_taken = True
         self.write(mine, copier.take(last=True))
         proof = self.call("prove", copier.prove)

@@ -248,3 +248,40 @@ def test_a_request_whose_import_was_cancelled_before_a_recovery_may_import_again
     assert target.recover().released == ()
     assert target.import_block_table(context, source.block_table("r")) is not None
     target.check()
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize("groups", [(), WIDE, NARROW])
+def test_an_import_is_not_committed_before_the_table_that_names_its_windows_and_state(
+    groups: tuple[LayerGroup, ...], *, states: bool, is_cached: bool
+) -> None:
+    """The first table of a prompt that still runs names neither of them, even if it has all full pages of the prompt.
+    Otherwise pages that nobody has written would be published.
+    """
+    source, target = make(groups, states=states), make(groups, states=states)
+    if states:
+        served(source, PROMPT, release=False)
+    else:
+        without_states(source, "r")
+    if is_cached and states:
+        served(target, PROMPT, "first")
+    elif is_cached:
+        without_states(target, "first")
+        target.release("first")
+    context = TextContext([*PROMPT, NEXT], 256, "d")
+    target.external_claim("d", 0)
+    pending = target.import_block_table(context, source.block_table("r", full_pages=True), partial=True)
+    assert pending is not None
+    copier = target.copier(pending)
+    if groups or states:
+        with pytest.raises(InvalidRequestError, match="'d': take of the last pages came before the last block table"):
+            copier.take(last=True)
+        with pytest.raises(InvalidRequestError, match="'d': commit_import came before the last block table"):
+            target.commit_import(context, pending)
+    copier.take(last=False)
+    target.extend_import(context, pending, source.block_table("r"), last=True)
+    copier.take(last=True)
+    target.commit_import(context, pending, copier.prove())
+    assert context.start_idx == len(PROMPT)
+    target.check()
