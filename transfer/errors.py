@@ -66,7 +66,7 @@ class TransferTimeoutError(TransferError, TimeoutError):
 
 
 class AgentError(TransferError):
-    """NIXL refused a call, or failed in it.
+    """NIXL refused a call, or the call failed.
 
     Attributes:
         peer_lost: True if NIXL reports that the other process is gone. The connection to it is then dead as well.
@@ -105,7 +105,7 @@ class InvalidLeaseError(TransferError, ValueError):
 
 
 class HandshakeError(TransferError, ConnectionError):
-    """A peer did not answer, refused, or has metadata that does not fit ours. Only requests that name the peer fail."""
+    """A peer did not answer, refused, or has metadata that does not match ours. Only requests for that peer fail."""
 
     kind = FailureKind.HANDSHAKE
 

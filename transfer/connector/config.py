@@ -178,7 +178,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         incarnation: a random name, new at each start, which all ranks share (`transfer.pull.rank.new_incarnation`).
         groups: the model's layer groups. They must be the same on all ranks, and in the same order on all peers.
         model: name of the weights; peers must have the same.
-        compatibility: any other settings that must agree with a peer, such as a quantisation.
+        compatibility: any other settings that must agree with a peer, such as the quantisation.
         tp_rank: index of this rank among the `tp_size` tensor-parallel ranks.
         tp_size: number of tensor-parallel ranks.
         pp_rank: index of this rank's pipeline stage among `pp_size` stages.

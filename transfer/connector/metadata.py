@@ -59,9 +59,9 @@ class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ConnectorMetadata(msgspec.Struct, kw_only=True):
     """The work of one step for every worker, by request.
 
-    `reqs_to_send` names a request as soon as a lease is requested for it, even if the request was not part of a batch
-    yet. A reader that asks for the pages before every rank has granted the lease is told to ask again. The reader can
-    therefore never read pages that no rank has leased.
+    `reqs_to_send` names a request as soon as a lease is requested for it, even if the request has not been part of a
+    batch yet. A reader that asks for the pages before every rank has granted the lease is told to ask again. The reader
+    can therefore never read pages that no rank has leased.
 
     Attributes:
         reqs_to_recv: loads to begin or to continue.
@@ -88,8 +88,8 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
     Attributes:
         offered: the requests whose lease was granted or refused. The reason is empty if it was granted.
         sent: the requests whose lease has ended, with "read" or another reason. The rank no longer needs their pages.
-        received: the requests whose load has ended, successfully or not. None of the load's transfers is in flight any
-            more.
+        received: the requests whose load has ended, successfully or not. None of the load's transfers is still in
+            flight.
         failed: the requests whose load has failed, with the reason. They are in `received` now or later.
         block_ids_with_errors: blocks of failed loads, in all groups. Their contents must not be used.
         times: for each successful load, if loads are timed, the time when its last fence was posted and the time when
@@ -124,8 +124,8 @@ class Progress(msgspec.Struct, kw_only=True):
         block_ids_with_errors: blocks of failed loads, in all groups.
         unwritten: by request and group, the first token that a successful load wrote. A group is listed only if its
             blocks also hold earlier tokens that this engine lacks and that the load did not write. The request does not
-            need those tokens. But the group's blocks, up to the block that holds the listed token, are incomplete.
-            Other requests must therefore not find these blocks in the prefix cache.
+            need those tokens, but the group's blocks up to the one that holds the listed token are incomplete. Other
+            requests must therefore not find these blocks in the prefix cache.
     """
 
     offered: set[str] = set()

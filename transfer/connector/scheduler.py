@@ -395,7 +395,7 @@ class NixlConnectorScheduler:
             num_tokens=num_tokens,
         )
         if load is not None and request_id in self._metadata.reqs_to_recv:
-            del self._loads[request_id]  # the metadata from `hold` was not sent yet, so no rank knows of this load
+            del self._loads[request_id]  # the metadata from `hold` was not sent yet, so no rank knows about this load
             load = None
         self._metadata.reqs_to_recv[request_id] = asked
         if load is not None:

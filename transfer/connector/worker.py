@@ -277,7 +277,7 @@ class NixlConnectorWorker:
         """Returns all events since the last call, for the scheduler's side.
 
         The method first waits until the requested leases are granted or refused. The wait takes a fraction of a
-        millisecond, most of it while the model runs. Without it, an engine might never report the leases to its
+        millisecond, most of it while the model runs. Without the wait, an engine might never report the leases to its
         scheduler, because an engine that becomes idle runs no further step.
 
         Raises:
@@ -295,7 +295,7 @@ class NixlConnectorWorker:
         Returns:
             Two sets of requests. The first set has the requests whose lease has ended. Their pages may be freed when
                 all ranks have reported them. The second set has the requests whose load has ended, successfully or not.
-                No transfer of such a load is in flight any more.
+                No transfer of such a load is still in flight.
 
         Raises:
             EngineClosedError: the transfer thread has died.

@@ -92,7 +92,7 @@ class WorkerBook:
         """Records the blocks of a load. Returns the tokens to read in each group; None if it has no blocks yet.
 
         Raises:
-            InvalidTransferError: the blocks do not fit the groups or the tokens.
+            InvalidTransferError: the blocks do not match the groups or the tokens.
         """
         if not asked.local_block_ids:
             load.silent = False

@@ -1,7 +1,7 @@
 """The transfer engine: moves pages between the pools of two processes, and tracks each transfer until it ends.
 
 A page belongs to a transfer until NIXL reports the transfer's end, even if the caller no longer waits for the transfer,
-because NIXL cannot stop a copy. After a time-out, a failure or a `disconnect`, the engine parks the copies that are
+because NIXL cannot stop a copy. After a timeout, a failure or a `disconnect`, the engine parks the copies that are
 still in flight, and polls them until they end. Until then `quarantined_pages` reports the local pages of these copies,
 and the pages must not be used again.
 """
@@ -65,7 +65,7 @@ class KVTransferEngine:
 
     Attributes:
         name, total_num_pages: as in the arguments.
-        bytes_per_page: bytes of a page of one tensor.
+        bytes_per_page: bytes per page of one tensor.
         dp, tp: number of replicas, and number of shards of a replica.
         memory_type: kind of memory that the tensors are in.
         metadata: the metadata of this engine with all its replicas, which a peer passes to `connect`.
@@ -137,12 +137,12 @@ class KVTransferEngine:
 
     @property
     def inflight_send_transfers(self) -> dict[str, TransferReqData]:
-        """The request of each WRITE that this engine started and that is not cleaned up, by transfer name."""
+        """The request of each WRITE that this engine started and that has not been cleaned up, by transfer name."""
         return self._postings.requests(is_read=False)
 
     @property
     def inflight_read_transfers(self) -> dict[str, TransferReqData]:
-        """The request of each READ that this engine started and that is not cleaned up, by transfer name."""
+        """The request of each READ that this engine started and that has not been cleaned up, by transfer name."""
         return self._postings.requests(is_read=True)
 
     @property
@@ -432,7 +432,7 @@ class KVTransferEngine:
     def release_quarantine(self, peer: str) -> None:
         """Releases the pages that are in quarantine because of transfers that `peer` started.
 
-        Call this only if the peer's process is known to be gone, because a living peer may still write to the pages.
+        Call this only if the peer's process is known to be gone, because a live peer may still write to the pages.
         """
         self._check_open()
         for name, request in list(self._notifications.given_up.items()):

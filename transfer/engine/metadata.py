@@ -51,13 +51,13 @@ class KVTransferEngineMetadata(_Sent, frozen=True, kw_only=True, tag="engine_met
     Attributes:
         name: name of the engine. A restarted engine may have the name of its predecessor.
         total_num_pages: pages of each tensor.
-        bytes_per_page: bytes of a page of one tensor.
+        bytes_per_page: bytes per page of one tensor.
         memory_type: kind of memory that all tensors are in.
         hostname: name of the host that the engine runs on.
         agents_meta: metadata of each tensor and its agent, `[replica][tp_shard]`.
         incarnation: a random name, new for each engine object.
         settings: the effective UCX and NIXL settings on which two processes must agree, and the version of NIXL.
-        version: the sender's `WIRE_VERSION`. 0 means that no engine made the metadata, which is then refused.
+        version: the sender's `WIRE_VERSION`. 0 means that no engine created the metadata, which is then refused.
         digest: digest over all other fields. `sealed` fills it in.
     """
 
@@ -86,7 +86,7 @@ class TransferReqData(_Sent, frozen=True, kw_only=True, tag="transfer_request"):
         src_replica_idx: replica of the source.
         dst_replica_idx: replica of the destination.
         is_read: True if the destination started the transfer with a READ, False if the source started it with a WRITE.
-        version: the sender's `WIRE_VERSION`; 0 if no engine made the request.
+        version: the sender's `WIRE_VERSION`; 0 if no engine created the request.
     """
 
     dst_name: str
@@ -130,8 +130,8 @@ def decode_metadata(data: bytes, key: bytes = b"") -> KVTransferEngineMetadata:
     passes part of them to NIXL, and a single wrong byte there can crash NIXL.
 
     Raises:
-        MetadataError: the bytes are truncated or changed, were made with another key, are of another kind or version,
-            or hold an invalid value.
+        MetadataError: the bytes are truncated or changed, were encoded with another key, are of another kind or
+            version, or hold an invalid value.
     """
     if key:
         digest, data = data[:_KEYED_BYTES], data[_KEYED_BYTES:]

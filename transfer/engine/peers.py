@@ -114,7 +114,7 @@ class Peers:
     def disconnect(self, name: str) -> LoadedPeer:
         """Forgets a peer and returns its connection.
 
-        `reap` unloads the connection when none of its copies is in flight any more.
+        `reap` unloads the connection once none of its copies is in flight.
         """
         connection = self.connected.pop(name, None)
         if connection is None:
@@ -187,7 +187,7 @@ class NotificationBook:
         self.completed.setdefault(peer, {})
 
     def disconnect(self, peer: str) -> None:
-        """Forgets a peer's transfers, except complete transfers that are not cleaned up yet."""
+        """Forgets a peer's transfers, except complete transfers that have not been cleaned up yet."""
         left = {name: shards for name, shards in self.completed.pop(peer, {}).items() if shards == self._shards}
         if left:
             self.completed[peer] = left

@@ -125,7 +125,7 @@ class Postings:
         self._here = f"engine {engine!r}"
 
     def requests(self, *, is_read: bool) -> dict[str, TransferReqData]:
-        """Returns, by transfer name, the requests of the READs (or of the WRITEs) that are not cleaned up."""
+        """Returns the requests of the READs (or WRITEs) that have not been cleaned up, by transfer name."""
         return {name: one.request for name, one in self.started.items() if one.request.is_read is is_read}
 
     def start(self, posting: Posting, shards: Sequence[TensorAgent], runs: Runs) -> None:
@@ -137,7 +137,7 @@ class Postings:
         self.started[posting.request.transfer_name] = posting
 
     def get(self, name: str) -> Posting:
-        """Returns a transfer that is not cleaned up. Raises `UnknownTransferError` if there is none."""
+        """Returns a transfer that has not been cleaned up. Raises `UnknownTransferError` if there is none."""
         if name not in self.started:
             raise UnknownTransferError(
                 f"{self._here} has no transfer {name}: it never started, or was already cleaned up or given up"

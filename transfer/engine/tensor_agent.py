@@ -57,11 +57,11 @@ class TensorAgent:
                 The metadata travels in our own messages instead.
             tensor: a tensor of any dtype. Its elements must cover one dense range of memory, page after page.
             total_num_pages: pages of the tensor.
-            elts_per_page: elements of a page.
+            elts_per_page: elements per page.
             memory_type: DRAM for a tensor on the CPU, VRAM for one on a GPU.
 
         Raises:
-            InvalidEngineError: the tensor has another number of elements.
+            InvalidEngineError: the tensor has a different number of elements.
             AgentError: nixl is missing, or refuses the settings, the memory or its type.
         """
         if tensor.numel() != total_num_pages * elts_per_page:

@@ -1,8 +1,8 @@
 """An agent with random faults, as they happen in NIXL and in networks. A seed determines the faults.
 
 Tests and `pagewire demo --chaos` use it. It wraps the real agent: bytes move through NIXL, and faults hit real
-transfers. Each fault was either observed (short reads reported as done, copies that continue after an error,
-notifications lost with a stopped peer), or could be added by a network.
+transfers. Each fault either has been observed (short reads reported as done, copies that continue after an error,
+notifications lost with a stopped peer), or could be caused by a network.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Plan:
     def pages(self, named: PageLists) -> list[PageCopy]:
         """Returns the local and remote pages of each group of a pull. `pages_of` turns a source's blocks into pages.
 
-        A group that is named by blocks gets no pages if it has no element in common with this remote shard.
+        A group whose source names blocks gets no pages if it has no element in common with this remote shard.
         """
         return [
             NOTHING
@@ -98,7 +98,7 @@ class Plan:
 
         This method is plain Python for one or two pages: calls into numpy would take eight times as long as the
         arithmetic. Returns None if there are many runs, and in the cases that only `runs` handles: page sizes that
-        differ, a first token that does not begin a page, states, blocks of a source, and invalid input.
+        differ, a first token that does not begin a page, states, a source's blocks, and invalid input.
         """
         if self._runs_of_page is None:  # computed on first use, so that first contact does not wait
             self._runs_of_page = [self._of_page_0(group) for group in self.groups]

@@ -219,7 +219,7 @@ class PageAsks:
             page_size=ask.query.page_size,
             groups=pages.block_ids,
             kinds=self._kinds,
-            fingerprint="",  # left empty, because the layouts are compared when the transfer plan is made
+            fingerprint="",  # left empty, because the layouts are compared when the transfer plan is computed
             hash_algorithm=ask.query.hash_algorithm,
             digests=digests,
             first_page=ask.query.first_page,

@@ -75,8 +75,8 @@ class Bell:
 
     def ring(self) -> None:
         """Signals that there are events. The caller must store the events before this call."""
-        # No lock is needed here. The earlier ring was not heard yet, and the thread that hears it will also find the
-        # events that were stored before this ring.
+        # No lock is needed here. The earlier ring has not been heard yet, and the thread that hears it will also find
+        # the events that were stored before this ring.
         if self._rung:
             return
         with self._lock:

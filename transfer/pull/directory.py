@@ -76,7 +76,7 @@ class Directory:
         times: time limits.
         clock: a monotonic clock, in seconds.
         on_ready: called whenever an engine has confirmed its identity.
-        on_lost: called with an engine that must not be read any more, and the reason.
+        on_lost: called with an engine that must no longer be read, and the reason.
 
     Attributes:
         failed_handshakes: number of engines that gave no answer, or an unusable one.
@@ -143,8 +143,8 @@ class Directory:
             ranks: the sealed metadata of each rank, in order.
 
         Raises:
-            TransferError: the metadata is damaged or does not fit, or neither a key nor a process vouches for it.
-                Nothing stays loaded.
+            TransferError: the metadata is damaged or does not match ours, or neither a key nor a process vouches for
+                it. Nothing stays loaded.
         """
         if not ranks:
             raise MetadataError(f"{address}: got the metadata of 0 ranks; an engine has at least one")
@@ -304,7 +304,7 @@ class Directory:
                 rank.disconnect(engine_id, failure, peer.incarnation)
         self._on_lost(peer, failure)
         self._client.forget(address)
-        # If this was the last place of the engine, a waiting candidate can be loaded.
+        # If this was the engine's last place, a waiting candidate can be loaded.
         for other, candidate in self._candidates(engine_id):
             if other.candidate is candidate:
                 self._admit(other, candidate)

@@ -87,12 +87,12 @@ class PageExchange:
     would take longer.
 
     Args:
-        manager: the manager whose pages are leased and filled. Its tensors must live until `close`.
+        manager: the manager whose pages are leased and filled. Its tensors must stay alive until `close`.
         name: the name by which peers know this process. Its replicas are the engines `<name>/<replica>`.
         bind: ZMQ endpoint of the handshake server.
         compatibility: entries that must agree with a peer's, such as the model.
         replica_options: keyword arguments for `ReplicaTransfer`: its time limits, and `timed`.
-        verify: whether the source makes checksums of pages, and the reader compares all pulled pages with them. Both
+        verify: whether the source records checksums of pages, and the reader compares all pulled pages with them. Both
             processes then need the same page layout.
         agent: creates an agent, given its name and memory type. Tests pass a function that injects faults.
         keyring: keys of the sockets between engines; None for plain sockets.
@@ -268,7 +268,7 @@ class PageExchange:
         running: bool,
         pages: Sequence[Sequence[int]] | None = None,
     ) -> Source | None:
-        """Requests a lease of pages that the manager holds. If no slot is free, ends the hold and returns None."""
+        """Requests a lease on pages that the manager holds. If no slot is free, ends the hold and returns None."""
         replica: int = held.replica_idx
         with ExitStack() as undo:
             undo.callback(self._manager.end_lease, held)
@@ -304,7 +304,7 @@ class PageExchange:
         self._thread_of(source).call_soon(ReplicaTransfer.start_clock, source.lease.lease_id)
 
     def revoke(self, source: Source, reason: str) -> None:
-        """Ends a lease. After `LeaseOver`, no reader can prove reads under it any more."""
+        """Ends a lease. After `LeaseOver`, no reader can prove a read under it."""
         check_text("reason", reason, InvalidLeaseError)
         self._thread_of(source).call_soon(ReplicaTransfer.revoke, source.lease.lease_id, reason)
 
@@ -458,7 +458,7 @@ class PageExchange:
         self.threads[replica].add_pages(key, groups, last=last, tables=copier.tables)
 
     def cancel_pull(self, replica: int, key: str, reason: str) -> None:
-        """Gives up a pull. Its last event comes when none of its READs is in flight any more."""
+        """Gives up a pull. Its last event comes once none of its READs is in flight."""
         check_text("key", key)
         check_text("reason", reason)
         self._thread(replica).call_soon(ReplicaTransfer.cancel, key, reason)

@@ -62,7 +62,7 @@ class PageLending:
     Any thread may call `answer`. Only the serving loop may make the other calls. For each query, `ring` is called on
     the handshake server's thread; it must make the serving loop call `poll`. `grant` requests a lease, given the
     manager's hold on the pages and their block table; it returns None if every lease slot is taken. `key` is the key of
-    the digests that authenticate the answers, and `seals` makes the seals of lent tables.
+    the digests that authenticate the answers, and `seals` seals lent tables.
 
     Requests of this process take precedence over readers. Therefore at most the fraction `share` of a replica's token
     pages is leased to readers at the same time, and at most this fraction of its pages for recurrent states. Beyond the

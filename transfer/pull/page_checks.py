@@ -41,7 +41,7 @@ class PageChecks:
     """The checksums of one shard's pages, and the words that hold them. Each box of a page must be one run of bytes.
 
     Attributes:
-        words: uint64 `[num_pages]` for each group: the checksum of each page at the last call of `seal` for that page.
+        words: uint64 `[num_pages]` for each group: the checksum of each page at the last call to `seal` for that page.
             The words must be registered.
 
     Raises:
@@ -120,7 +120,7 @@ class Verifier:
     of the pages that is compared; these pages are drawn at random. `repeated` counts the pages that were read again.
 
     Raises:
-        HandshakeError: the source makes no checksums, or its pages have another layout.
+        HandshakeError: the source records no checksums, or its pages have another layout.
     """
 
     def __init__(self, checks: PageChecks, mine: RankMetadata, there: RankMetadata, share: float, agent: Agent) -> None:

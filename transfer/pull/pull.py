@@ -311,7 +311,7 @@ class Puller:
             self._came(pull, part)
 
     def _came(self, pull: RankPull, part: Part) -> None:
-        """Handles the end of one transfer of a part. The transfer's handle was already released."""
+        """Handles the end of one transfer of a part. The transfer's handle has already been released."""
         if part.in_flight:
             return
         if part.is_here and part.arrived and not pull.error:

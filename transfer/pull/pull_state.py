@@ -59,7 +59,7 @@ class PullEvent(NamedTuple):
         safe: True if none of the pull's transfers is in flight. Its pages may then be given back or, without an error,
             used.
         passed: for a pull that failed: how many of its reads, counted from the first, copied pages while the lease was
-            open. Each call of `PageExchange.read` counts as one read, and so does `PageExchange.pull`. The pages of
+            open. Each call to `PageExchange.read` counts as one read, and so does `PageExchange.pull`. The pages of
             these reads may be kept, so that only the other pages must be pulled from another source.
         times: the times of the last fence of a successful pull, if pulls are timed (see `ReplicaTransfer`). None for
             other pulls, and if no page had to be read.
@@ -67,7 +67,7 @@ class PullEvent(NamedTuple):
             blocks. This may be a later token than the first one asked for, because a source whose sliding window has
             moved on may have freed earlier blocks. Empty for other pulls.
         stop: the end of the tokens that were read, if a pull from several sources succeeded without the later tokens.
-            No source had the later tokens any more. 0 for other pulls.
+            The later tokens were no longer available from any source. 0 for other pulls.
         shares: for a pull from several sources, what each source has contributed; empty for other pulls.
     """
 
@@ -99,7 +99,7 @@ class RankPull:
     num_bytes: int = 0  # bytes posted so far
     num_runs: int = 0
     post_s: float = 0.0  # seconds spent posting
-    added: int = 0  # number of calls of `Puller.add` so far
+    added: int = 0  # number of calls to `Puller.add` so far
     passed: int = 0  # number of `add` calls whose parts a fence has confirmed
     marking: int = 0  # number of `add` calls that the fence in flight covers; 0 for the last fence
     waiting: list[Part] = field(default_factory=_LIST)
@@ -183,7 +183,7 @@ class ReplicaPull:
 
     @property
     def passed(self) -> int:
-        """The number of calls of `add_pages` whose pages have passed a fence on every rank."""
+        """The number of calls to `add_pages` whose pages have passed a fence on every rank."""
         return min((one.passed for one in self.reads), default=0)
 
     @property

@@ -44,7 +44,7 @@ class RankIdentity:
         ranks: number of ranks of the engine.
         compatibility: entries that must agree so that the bytes mean the same: model, cache dtype and so on.
         key: shared secret for the digest over metadata. If it is empty, the digest only detects damage.
-        table_key: key for the seals of the engine's block tables; empty if it makes none.
+        table_key: key for the seals of the engine's block tables; empty if the engine makes no seals.
     """
 
     engine_id: str
@@ -94,7 +94,7 @@ class RankTransfer:
     Args:
         identity: the identity of this rank.
         memory: the memory that holds the pages of this rank.
-        checks: whether to make checksums of leased pages, for readers that verify.
+        checks: whether to record checksums of leased pages, for readers that verify them.
         verify: share of the pages, 0 to 1, that are compared with the source's checksums after they were read.
         stuck_s: how long copies of a failed pull may continue, in seconds. After that their agent is destroyed, and
             everything known about their source is forgotten.
@@ -103,7 +103,7 @@ class RankTransfer:
 
     Attributes:
         words: uint64 `[slots]`, the lease words. The owner's `LeaseBook` writes them.
-        puller: the pulls made here.
+        puller: the pulls of this rank.
         metadata: the rank's sealed metadata, for the handshake.
 
     Raises:
@@ -150,9 +150,9 @@ class RankTransfer:
         self._make_agent = agent
         self._remotes: dict[str, RemoteEngine] = {}
         self._retiring: list[RemoteEngine] = []
-        self._next = 0  # index of the known source at which the next poll starts its turn
+        self._next = 0  # index of the first known source in the next poll's turn
         self._reader_names = (f"{name}/reader{number}" for number in itertools.count())  # no agent's name is used twice
-        self._spare: Agent | None = None  # a reading agent without a peer, kept ready because making one takes 10 ms
+        self._spare: Agent | None = None  # a reading agent without a peer, kept because creating one takes 10 ms
         self._agent: Agent | None = agent(name, memory_type)
         try:
             self._register_pages(self._agent)
@@ -222,7 +222,7 @@ class RankTransfer:
         Raises:
             MetadataError: the metadata is damaged, or does not come from the ranks of one engine. NIXL has not seen it.
             SettingsMismatchError: the peer runs with other UCX settings or another version of NIXL.
-            HandshakeError: the metadata is that of another engine, or entries that must agree differ. The message has
+            HandshakeError: the metadata belongs to another engine, or entries that must agree differ. The message has
                 both values.
         """
         self._open()

@@ -194,7 +194,7 @@ class ReplicaTransfer:
 
         `PullEvent`s report the outcome, and also invalid input. If a pull of this name is open, an event says so, and
         the open pull continues. If `source` is a `Wanted`, the source is asked which pages its lease holds. If these
-        pages hold other tokens than the wanted ones, or too few tokens, the pull fails and gives the lease back. If
+        pages hold tokens other than the wanted ones, or too few tokens, the pull fails and gives the lease back. If
         block `tables` name the pages, the pull fails unless the source has sealed each table under this lease.
         """
         if self._is_taken(key):
@@ -228,8 +228,8 @@ class ReplicaTransfer:
             holdings: for each source, the pages that it has leased. The first source has all pages.
             page_sizes: tokens of our pages, and of the sources' pages.
             timeout_s: seconds until the pull fails.
-            can_shorten: whether the pull may succeed with fewer pages. If no source has a certain page any more, such a
-                pull ends before that page.
+            can_shorten: whether the pull may succeed with fewer pages. If a page is no longer available from any
+                source, such a pull ends before that page.
         """
         if self._is_taken(key):
             return
@@ -426,7 +426,7 @@ class ReplicaTransfer:
 
     @property
     def reads_awaited(self) -> int:
-        """The number of waits for a READ that this replica or a reader has begun. 0 if READs need no polls."""
+        """How many READs have begun or may have begun, here or at a reader. 0 if READs need no polls."""
         return self._reads_expected + sum(rank.puller.num_posted for rank in self.ranks) if self._needs_polls else 0
 
     @property
@@ -546,7 +546,7 @@ class ReplicaTransfer:
     def _fail(self, key: str, failure: Failure) -> None:
         """Fails a pull on all ranks, and reports the failure at once.
 
-        If a READ of the pull is still in flight, reports the failure again when no READ is in flight any more.
+        If a READ of the pull is still in flight, reports the failure again once none is in flight.
         """
         pull = self._pulls[key]
         if not pull.error:
@@ -581,7 +581,7 @@ class ReplicaTransfer:
                 self._ask(key)
 
     def close(self) -> None:
-        """Ends everything. Events of open leases and pulls can still be taken. Safe to call twice."""
+        """Ends all leases and pulls. Their last events can still be taken afterwards. Safe to call twice."""
         shutdown = Failure(FailureKind.SHUTDOWN, "this engine was shut down")
         for key in list(self._pulls):
             self._fail(key, shutdown)
@@ -598,7 +598,7 @@ class ReplicaTransfer:
 
 
 def is_of_other_start(source: Source | Wanted, peer: Peer) -> bool:
-    """Whether the lease was granted by another incarnation of the engine than the loaded one."""
+    """Whether the lease was granted by an incarnation of the engine other than the loaded one."""
     return isinstance(source, Source) and source.incarnation not in (peer.incarnation, "")
 
 

@@ -5,8 +5,8 @@ pull, under that source's lease. A part reads one run of pages at a time. The fe
 were still leased. When the fence has passed, the part gets its next run. A faster source therefore delivers more pages,
 and its speed need not be known beforehand.
 
-If a source fails, the part of another source that has the same pages reads the failed run. It begins only when no READ
-of the failed run is in flight any more. If no source has a certain page any more, the pull ends before that page, or
+If a source fails, the part of another source that has the same pages reads the failed run. It begins only once no READ
+of the failed run is in flight. If a page is no longer available from any source, the pull ends before that page, or
 fails.
 """
 
@@ -281,7 +281,7 @@ class SharedPull:
     def failed(self, part: _SourcePart, event: PullEvent) -> None:
         """Records that a part has failed.
 
-        Other parts may read the failed part's run when none of the failed part's READs is in flight any more.
+        Other parts may read the failed part's run once none of the failed part's READs is in flight.
         """
         part.error = event.error
         self.version += 1
@@ -412,7 +412,8 @@ class SharedPulls:
 
     def _remember(self, part: _SourcePart) -> None:
         place = part.holding.source.place
-        # The removal moves the entry to the end. The first entry must be the one that was unused for the longest time.
+        # The removal moves the entry to the end. The first entry must be the one that has been unused for the longest
+        # time.
         self._seen.pop(place, None)
         self._seen[place] = part.seen
         if len(self._seen) > _KNOWN_RATES:

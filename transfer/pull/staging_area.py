@@ -46,7 +46,7 @@ class StagingArea:
         return self._free.pop() if self._free else None
 
     def give_back(self, slab: int) -> None:
-        """Frees a slab into which nothing is read any more."""
+        """Frees a slab to which no READ writes any longer."""
         self._free.append(slab)
 
     def view(self, slab: int) -> NDArray[np.uint8]:

@@ -70,7 +70,7 @@ BUSY_POLL_S = 1.5e-4
 # its READ and its fence each wait for polls.
 SHARE_OF_WAIT, SOON_POLL_S = 1 / 200, 3e-5
 # In seconds: a source returns to the normal interval when this time has passed since a lease was granted. A pull that
-# takes longer than this loses little by the normal interval.
+# takes longer than this loses little with the normal interval.
 READ_SOON_S = BUSY_POLL_S / SHARE_OF_WAIT
 # In seconds: the poll interval without a lease or a pull. Only notes about ended leases, and the deaths of peers,
 # arrive then, and neither is urgent.

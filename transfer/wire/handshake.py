@@ -2,8 +2,8 @@
 
 The server is a ROUTER socket on a thread of its own, and no message that it receives can kill that thread. The client
 belongs to the thread that calls it and never blocks: each peer has a separate socket and a separate deadline. A peer
-that cannot be reached is given up after one time-out. A peer that can be reached but stays silent is asked again, and
-is given up only after six time-outs. It may be alive but busy: on a host with ten processes for each core, sources took
+that cannot be reached is given up after one timeout. A peer that can be reached but stays silent is asked again, and is
+given up only after six timeouts. It may be alive but busy: on a host with ten processes for each core, sources took
 more than five seconds to answer.
 """
 
@@ -37,7 +37,7 @@ _BATCH = 64
 # How many metadata queries and pings one sender may make per second. An engine asks a source for metadata once and
 # pings it once a second, but a host may run many engines.
 _QUERIES_PER_S = 100
-_PATIENCE = 6  # a peer that can be reached but stays silent is given up after this many time-outs
+_PATIENCE = 6  # a peer that can be reached but stays silent is given up after this many timeouts
 _UNREAD = 128  # how many queries from one peer are queued in this process; further queries wait in the peer's process
 # How long, in seconds, a content query is held while its answer is prepared. After that, the reader is told what the
 # answer still waits for.
@@ -177,7 +177,7 @@ class HandshakeServer:
     def _main(self) -> None:
         waited = zmq.Poller()
         waited.register(self._socket, zmq.POLLIN)
-        waited.register(self._wake, zmq.POLLIN)  # a poll with a time-out would wake an idle engine again and again
+        waited.register(self._wake, zmq.POLLIN)  # a poll with a timeout would wake an idle engine again and again
         while not self._stopping:
             try:
                 ready = dict(waited.poll(self._wait_ms()))
@@ -306,7 +306,7 @@ class HandshakeClient:
     def ask(self, address: str, query: msg.Query, done: Done, timeout_s: float = 5.0) -> None:
         """Asks the engine at a ZMQ address. `done` gets the answer to the query, or the error.
 
-        The `query_id` of the query is replaced.
+        The call sets the query's `query_id`.
         """
         query = msgspec.structs.replace(query, query_id=next(self._ids))
         now = self._clock()

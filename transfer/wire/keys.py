@@ -151,7 +151,7 @@ def private_bytes(path: Path) -> bytes:
 
 
 class Throttle:
-    """Limits the messages of each sender to `per_second`, and of all senders together to ten times `per_second`.
+    """Limits the messages from each sender to `per_second`, and from all senders together to ten times `per_second`.
 
     Each sender has a token bucket that holds two seconds' worth of messages. To bound the memory, the senders that were
     heard least recently are forgotten. They start again with a full bucket.

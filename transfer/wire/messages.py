@@ -52,10 +52,10 @@ class RankMetadata(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
         device: index of the device that holds the regions; 0 for host memory.
         words_addr: address of the lease words, in host memory.
         words: number of lease words.
-        checks_addrs: address of the page checksums of each group, in host memory. Empty if the rank makes none.
+        checks_addrs: address of the page checksums of each group, in host memory. Empty if the rank records none.
         compatibility: entries that must agree so that the bytes mean the same: model, cache dtype and so on.
         settings: effective settings of UCX and NIXL that must agree.
-        table_key: key for the seals of the engine's block tables (`transfer.pull.seals`). Empty if it makes none.
+        table_key: key for the seals of the engine's block tables (`transfer.pull.seals`). Empty without seals.
         digest: keyed digest over all other fields. `sealed_rank` fills it in.
     """
 
@@ -185,7 +185,7 @@ class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
             only one lease at a time.
         compatibility: the reader's compatibility map, as in a `MetadataQuery`.
         kind: what the reader stores for each token (`kvcache.layout.kv_kind`). An engine with another kind refuses.
-        page_size: tokens of a page.
+        page_size: tokens per page.
         hash_algorithm: the algorithm of the digests.
         digests: the digests of the pages, concatenated. Empty when a reader repeats a query that the engine has already
             acknowledged.
@@ -255,7 +255,7 @@ class ReaderNote(msgspec.Struct, frozen=True, array_like=True, tag="note/1"):
         ranks: number of ranks of the reading engine.
         verdict: "done": the rank has read all that it needs. "refused": the rank will not read any further. "renew":
             the rank still waits or reads.
-        reason: the reason of a refusal.
+        reason: the reason for a refusal.
     """
 
     lease_id: int

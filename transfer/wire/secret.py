@@ -17,7 +17,7 @@ _FILE, _VARIABLE = "file:", "env:"
 
 
 class Secret:
-    """A shared secret of at least 16 bytes. It must be hard to guess, such as 32 random bytes, and is never sent.
+    """A shared secret of at least 16 bytes. It must be hard to guess (for example, 32 random bytes), and is never sent.
 
     Attributes:
         metadata_key: 32 bytes; the key of the digests over rank metadata.
@@ -53,7 +53,7 @@ def read_secret(text: str) -> Secret | None:
     """Returns the secret that a configuration names; None if it names none.
 
     Args:
-        text: "file:" and a path, to a file that only its owner may read; "env:" and the name of an environment
+        text: "file:" and the path of a file that only its owner may read; "env:" and the name of an environment
             variable; or the secret itself. Surrounding whitespace is removed.
 
     Raises:
