@@ -217,9 +217,13 @@ def test_a_reset_removes_the_folder_with_the_old_files(served: Make) -> None:
     down(it)
     old = files_of(it)._folder.path
     assert page_files(old)
-    it.manager.reset_prefix_cache()
+    it.serve([7, *PROMPT])
+    it.tiers.store_all()
+    files_of(it).reset()
     files_of(it).stop()
     assert not old.exists()
+    assert it.manager.metrics.file_blocks_written == 4, "the pages that still waited were not written first"
+    assert not files_of(it)._index.names
 
 
 class SlowWrites(SystemIO):
