@@ -478,6 +478,12 @@ class ReadContext:
         self.request_id: RequestID = own.request_id
         self.start_idx, self.active_idx, self.end_idx = self._began = _indices_of(own)
         self.tokens: NDArray[np.integer[Any]] = own.tokens[: self.end_idx]
+        # a context that was checked before may give other values now
+        if not 0 <= self.start_idx <= self.active_idx <= self.end_idx == len(self.tokens):
+            raise InvalidRequestError(
+                f"request {self.request_id!r}: start {shown(self.start_idx)}, active {shown(self.active_idx)}, end "
+                f"{shown(self.end_idx)} are not ordered within its {len(self.tokens)} tokens"
+            )
         if self.tokens.dtype.itemsize >= 4 and self.tokens.dtype != np.int32:
             _refuse_wide(self.request_id, self.tokens)
         self.named = salt_and_keys(own)

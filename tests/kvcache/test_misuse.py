@@ -378,6 +378,56 @@ def test_tokens_that_differ_only_in_bits_above_the_lowest_32_never_share_a_page(
     assert manager._replicas.each[0].find(found).end <= 1
 
 
+class Fickle(OwnContext):
+    """A caller's own context, one of whose attributes has another value the `at`-th time that it is read."""
+
+    def __init__(self, name: str, value: Any, at: int) -> None:
+        super().__init__(TextContext(range(11), 60, "r"))
+        self.__dict__["fickle"] = (name, value, at)
+        self.__dict__["reads"] = 0
+
+    def __getattr__(self, name: str) -> Any:
+        fickle, value, at = self.__dict__["fickle"]
+        if name == fickle:
+            self.__dict__["reads"] += 1
+            if self.__dict__["reads"] == at:
+                return value
+        return super().__getattr__(name)
+
+
+@pytest.mark.parametrize("call", ["maybe_reserve", "reserve_batch", "admission", "prefetch", "import_block_table"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("end_idx", -5), ("end_idx", 12), ("start_idx", -1), ("active_idx", 12), ("tokens", np.arange(3))],
+)
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_context_that_changes_its_mind_within_a_call_is_refused(
+    make: Any, call: str, name: str, value: Any, at: int
+) -> None:
+    """The values that a call works with are checked, and not only the values of an earlier read."""
+    manager: PagedKVCacheManager = make(16, checks=False)
+    source: PagedKVCacheManager = make(16, checks=False)
+    told = running(source, range(11))
+    source.fetch([told])
+    told.update(1)
+    source.step([told])
+    table = source.block_table("r", full_pages=True)
+    manager.external_claim("r")
+    # `reserve_batch` also reads the start and the end of the chunk to see whether all requests decode.
+    reads_more = call == "reserve_batch" and at == 2 and name in {"start_idx", "active_idx"}
+    context: Any = Fickle(name, value, at + reads_more)
+    calls: dict[str, Callable[[], object]] = {
+        "reserve_batch": lambda: manager.reserve_batch([context]),
+        "import_block_table": lambda: manager.import_block_table(context, table),
+    }
+    with pytest.raises(InvalidRequestError):
+        calls.get(call, lambda: getattr(manager, call)(context))()
+    manager.check()
+    assert manager.num_held_blocks == 0
+    assert manager.maybe_reserve(context)
+    manager.check()
+
+
 WANTED = PageDigests(4, "sha256", bytes(64))
 
 
