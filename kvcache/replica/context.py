@@ -77,23 +77,6 @@ class Leader(Protocol):
     def lose(self, place: int, end: int) -> None: ...
 
 
-class _NoLeader:
-    """The leader of a context that belongs to no batch."""
-
-    def catch_up(self, place: int, end: int) -> None:
-        """Do nothing: a context without a batch has nothing to catch up with."""
-
-    def lose(self, place: int, end: int) -> None:
-        """Do nothing: the context has no batch to leave."""
-
-    def __reduce__(self) -> str:
-        """Let a copied or unpickled context refer to `NO_LEADER` itself instead of a copy of it."""
-        return "NO_LEADER"
-
-
-NO_LEADER = _NoLeader()
-
-
 class TextContext:
     """One request: its tokens, and which of them are cached, run in the next step, or wait for a later chunk.
 
@@ -122,7 +105,7 @@ class TextContext:
     """
 
     __slots__ = (
-        *("__weakref__", "_active", "_buffer", "_end", "_flight", "_follows", "_leader", "_place"),
+        *("__weakref__", "_active", "_buffer", "_end", "_flight", "_leader", "_place"),
         *("_start", "hint", "max_length", "named", "prefix_hasher", "request_id"),
     )
 
@@ -141,8 +124,7 @@ class TextContext:
             check_request_id(request_id, "TextContext")
         self.request_id: RequestID = uuid.uuid4().hex if request_id is None else request_id
         self.max_length = whole(f"request {self.request_id!r}: max_length", max_length, 1, error=InvalidRequestError)
-        self._follows = False
-        self._leader: Leader = NO_LEADER
+        self._leader: Leader | None = None  # the batch that advances this context
         self._place = 0
         # the first token that the step in flight runs; None if no step is in flight whose token is not known yet
         self._flight: int | None = None
@@ -195,45 +177,45 @@ class TextContext:
     @property
     def tokens(self) -> NDArray[np.int32]:
         """All known tokens, int32 `[end_idx]`; a view, valid until the next `update`."""
-        if self._follows:
+        if self._leader is not None:
             self._leader.catch_up(self._place, self._end)
         return self._buffer[: self._end]
 
     @property
     def start_idx(self) -> int:
-        if self._follows:
+        if self._leader is not None:
             self._leader.catch_up(self._place, self._end)
         return self._start
 
     @property
     def computed_idx(self) -> int:
         """The number of computed tokens before `start_idx`. Tokens that a step in flight runs are not computed yet."""
-        if self._follows:
+        if self._leader is not None:
             self._leader.catch_up(self._place, self._end)
         return self._start if self._flight is None else min(self._start, self._flight)
 
     @property
     def has_future_token(self) -> bool:
         """Whether a step is in flight for which `realize_future_token` has not been called yet."""
-        if self._follows:
+        if self._leader is not None:
             self._leader.catch_up(self._place, self._end)
         return self._flight is not None
 
     @property
     def active_idx(self) -> int:
-        if self._follows:
+        if self._leader is not None:
             self._leader.catch_up(self._place, self._end)
         return self._active
 
     @property
     def end_idx(self) -> int:
-        if self._follows:
+        if self._leader is not None:
             self._leader.catch_up(self._place, self._end)
         return self._end
 
     @property
     def active_length(self) -> int:
-        if self._follows:
+        if self._leader is not None:
             self._leader.catch_up(self._place, self._end)
         return self._active - self._start
 
@@ -242,19 +224,19 @@ class TextContext:
     @property
     def indices(self) -> ContextIndices:
         """`start_idx`, `active_idx` and `end_idx` as one tuple. Reading all three takes as long as reading one."""
-        if self._follows:
+        if self._leader is not None:
             self._leader.catch_up(self._place, self._end)
         return self._start, self._active, self._end
 
     def run_from(self, start: int, active: int) -> None:
         """Set `start_idx` to `start`, and `active_idx` to `active`. The caller ensures `start < active <= end_idx`."""
-        if self._follows:
+        if self._leader is not None:
             self.leave()
         self._start, self._active = start, active
 
     def decodes_within(self, most: int) -> bool:
         """Whether the request has exactly one token to run, and at most `most` known tokens."""
-        if self._follows:
+        if self._leader is not None:
             self._leader.catch_up(self._place, self._end)
         return self._active - self._start == 1 and self._end <= most
 
@@ -266,7 +248,7 @@ class TextContext:
         `InvalidRequestError` if the token is out of range, and `SequenceTooLongError` if the request already has
         `max_length` tokens.
         """
-        if self._follows:
+        if self._leader is not None:
             self.leave()
         if self._flight is not None:
             self._refuse_future("update")
@@ -294,9 +276,7 @@ class TextContext:
             self._refuse_future("update_with_future_token")
         if self._active == self._end:
             self._refuse_full()
-            # `_flight` is set before the future token is appended: an interrupt must not leave the token without it.
-            self._flight = self._start
-            self.append_one(FUTURE_TOKEN, self._active, self._end + 1)
+            self.append_future(self._start, self._end + 1)
         else:
             self._flight = self._start
             self._start, self._active = self._active, self._end
@@ -353,7 +333,7 @@ class TextContext:
         if self._flight is not None:
             self._refuse_future("a copy")
         plain, slots = cast("tuple[dict[str, Any] | None, dict[str, Any]]", super().__getstate__())
-        return plain, {**slots, "_buffer": tokens, "_follows": False, "_leader": NO_LEADER, "prefix_hasher": None}
+        return plain, {**slots, "_buffer": tokens, "_leader": None, "prefix_hasher": None}
 
     def fork(self, request_id: RequestID | None = None) -> "TextContext":
         """Returns a context of another request with the same tokens, indices, salt and keys.
@@ -375,9 +355,8 @@ class TextContext:
         `place` is the context's index in `leader`.
         """
         self.leave()
-        self._place, self._leader = place, leader
-        # `_follows` is set last, because `leader` needs `_place` as soon as it advances this context
-        self._follows = True
+        self._place = place  # set first, because `leader` needs it as soon as it advances this context
+        self._leader = leader
 
     def catch_up(self, leader: "Leader", place: int) -> None:
         """Apply the updates of `leader` that this context lacks, if the context follows `leader`."""
@@ -386,10 +365,11 @@ class TextContext:
 
     def leave(self) -> None:
         """Apply the leader's updates that this context lacks, and stop following the leader."""
-        self._leader.lose(self._place, self._end)
-        # Cleared last. If an interrupt comes before this line, the next call has nothing left to apply.
-        self._leader = NO_LEADER
-        self._follows = False
+        if self._leader is not None:
+            self._leader.lose(self._place, self._end)
+            # Cleared last. If an interrupt comes before this line, the next call finds no update that the context
+            # lacks.
+            self._leader = None
 
     def append_one(self, token: int, start: int, active: int) -> None:
         """Do `append` for a single token, in half the time."""
@@ -411,7 +391,7 @@ class TextContext:
 
     def append_future(self, start: int, end: int) -> None:
         """Append the future token of a step in flight that runs the tokens from token `start` on."""
-        self._flight = start
+        self._flight = start  # set before the token is appended: an interrupt must not leave the token without it
         self.append_one(FUTURE_TOKEN, end - 1, end)
 
     def realize(self, token: int) -> None:
@@ -469,7 +449,7 @@ class ReadContext:
     """
 
     __slots__ = (
-        *("_began", "_carries_hasher", "_hasher", "active_idx", "end_idx", "hint", "named", "own", "refused"),
+        *("_began", "_hasher", "active_idx", "end_idx", "hint", "named", "own", "refused"),
         *("request_id", "start_idx", "tokens"),
     )
 
@@ -489,7 +469,6 @@ class ReadContext:
         self.named = salt_and_keys(own)
         hint: object = getattr(own, "retention", None)
         self.hint = hint if isinstance(hint, Retention) else None  # an invalid hint is no reason to refuse the call
-        self._carries_hasher = hasattr(own, "prefix_hasher")
         hasher: object = getattr(own, "prefix_hasher", None)
         self._hasher = hasher if isinstance(hasher, PrefixHasher) else None
         self.refused = False
@@ -506,11 +485,11 @@ class ReadContext:
     @prefix_hasher.setter
     def prefix_hasher(self, hasher: PrefixHasher) -> None:
         try:
-            if self._carries_hasher:
+            if hasattr(self.own, "prefix_hasher"):
                 self.own.prefix_hasher = hasher  # pyright: ignore[reportAttributeAccessIssue] - an optional attribute
                 self._hasher = hasher
         except Exception:  # noqa: BLE001 - the caller's code: if it cannot carry the hasher, the manager keeps it
-            self._carries_hasher, self._hasher = False, None
+            self._hasher = None
 
     def run_from(self, start: int, active: int) -> None:
         """Set `start_idx` and `active_idx`. Raises `InvalidRequestError` if the context then has a different start."""
