@@ -1,7 +1,7 @@
 """The inputs of a model's attention: built from a batch, described to `torch.export`, and advanced by a step."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,20 +17,8 @@ from kvcache.replica.rows import Ints, Rows
 from kvcache.types import RaggedKVCacheInputs
 
 
-class Tables(Protocol):
-    """Provides the tensors of a batch's rows on one device: their lookup tables and lengths."""
-
-    def lookup(self, rows: Rows, columns: int) -> torch.Tensor:
-        """Returns the first `columns` page ids of `rows`: int32 `[..., len(rows), columns]`."""
-        ...
-
-    def upload(self, array: NDArray[np.int32]) -> torch.Tensor:
-        """Returns a copy of `array` on the device, such as a copy of each row's length, int32 `[len(rows)]`."""
-        ...
-
-
 class HostTables:
-    """Provides lookup tables on the CPU, without a copy where possible.
+    """Provides the tensors of a batch's rows on the CPU, lookup tables and lengths, without a copy where possible.
 
     If the rows are consecutive, a lookup table is a view of the block table, otherwise a copy. `tensor` is one block
     table, or several with the same rows.
@@ -40,9 +28,11 @@ class HostTables:
         self._table: NDArray[np.int32] = tensor.numpy()  # `[..., rows, columns]`
 
     def lookup(self, rows: Rows, columns: int) -> torch.Tensor:
+        """Returns the first `columns` page ids of `rows`: int32 `[..., len(rows), columns]`."""
         return from_numpy(self._table[..., rows, :columns])
 
     def upload(self, array: NDArray[Any]) -> torch.Tensor:
+        """Returns a tensor of `array` on the device, such as the length of each row, int32 `[len(rows)]`."""
         return from_numpy(array)
 
 
@@ -79,7 +69,7 @@ class StepTables:
     for more rows and columns may read the tables.
     """
 
-    def __init__(self, source: Tables, tensor: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, source: HostTables | DeviceTables, tensor: torch.Tensor, device: torch.device) -> None:
         self._source = source
         self._table = torch.zeros(tensor.shape, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(tensor.shape[-2], dtype=torch.int32, device=device)
@@ -120,7 +110,7 @@ class StepTables:
 
 def build_inputs(
     pools: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
-    tables: Sequence[Tables],
+    tables: Sequence[HostTables | DeviceTables | StepTables],
     state: BatchState,
     page_size: int,
     num_steps: int,
