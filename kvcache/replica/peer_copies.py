@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcache.pool.index import NO_PAGE, Digests
+from kvcache.pool.pages import HeldPages
 from kvcache.pool.pages_below import Asked
 from kvcache.replica.context import SafeContext
 from kvcache.replica.devices import PlacedReplica
@@ -58,42 +59,17 @@ class PeerCopies:
         wanted = _wanted(mine, others, digests, np.logical_or.reduce([here, *there]))
         after = digests[max(0, wanted.pages - 1) : wanted.pages]
         for states in mine.states if not here[: wanted.pages][-1:].all() else ():
-            if self._bring_with_state(states.pages, place, others, context, num_steps, wanted, after, hasher.salt):
+            fits = states.pages.pool.has_room and _fits(mine, context, num_steps, wanted, mine.pool.beside)
+            # The state is copied before the pages, because pages may have to be evicted to make room for it.
+            if fits and (taken := _copied_state(states.pages, mine, others, wanted, after)) is not None:
+                self.states += 1
+                if wanted.lacking.any():
+                    self._bring_pages(place, others, wanted, hasher.salt)
+                taken.release()
                 return
             wanted = _wanted(mine, others, digests, here)
         if wanted.lacking.any() and _fits(mine, context, num_steps, wanted):
             self._bring_pages(place, others, wanted, hasher.salt)
-
-    def _bring_with_state(
-        self,
-        states: StatePages,
-        place: PlacedReplica,
-        others: Sequence[PlacedReplica],
-        context: SafeContext,
-        num_steps: int,
-        wanted: FromBelow,
-        after: Digests,
-        salt: str | None,
-    ) -> bool:
-        """Copy the `wanted` pages to a replica, and the state after the last of them to `states`.
-
-        Another replica has the state. `after` is the digest of that last page. Returns False if the pages and the state
-        do not fit. The state is copied before the pages, because pages may have to be evicted to make room for it.
-        """
-        mine = place.replica
-        if not states.pool.has_room or not _fits(mine, context, num_steps, wanted, mine.pool.beside):
-            return False
-        mine.pool.hold(wanted.here)
-        theirs = [one.pages for other in others for one in other.replica.states]
-        taken = states.take_copy(next(copy for one in theirs if (copy := one.copy_of(after)) is not None), after)
-        mine.pool.release(wanted.here)
-        if taken is None:
-            return False
-        self.states += 1
-        if wanted.lacking.any():
-            self._bring_pages(place, others, wanted, salt)
-        taken.release()
-        return True
 
     def _bring_pages(
         self, place: PlacedReplica, others: Sequence[PlacedReplica], wanted: FromBelow, salt: str | None
@@ -118,6 +94,20 @@ class PeerCopies:
         for tell in mine.pool.journal.came:
             tell(brought[is_new], names[is_new])
         self.pages += len(brought)
+
+
+def _copied_state(
+    states: StatePages, mine: Replica, others: Sequence[PlacedReplica], wanted: FromBelow, after: Digests
+) -> HeldPages | None:
+    """Copy the state after the last of the `wanted` pages to `states`. Returns None if there is no room for it.
+
+    Another replica has the state. `after` is the digest of that last page. The caller releases the result.
+    """
+    mine.pool.hold(wanted.here)
+    theirs = [one.pages for other in others for one in other.replica.states]
+    taken = states.take_copy(next(copy for one in theirs if (copy := one.copy_of(after)) is not None), after)
+    mine.pool.release(wanted.here)
+    return taken
 
 
 def _wanted(mine: Replica, others: Sequence[PlacedReplica], digests: Digests, ends: Asked) -> FromBelow:
