@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, overload
 
 import numpy as np
@@ -124,27 +123,17 @@ class Gathered:
         The digests come one after another. `log` records to which request each digest belongs. If KV events are read,
         it also records the tokens of the pages.
         """
-        at, pages = places.tolist(), list(zip(firsts.tolist(), lasts.tolist(), strict=True))
+        at, spans = places.tolist(), list(zip(firsts.tolist(), lasts.tolist(), strict=True))
         hashers = self.hashers(at, hasher_of)
         size = hashers[0].page_size
-        if any(last - first != 1 for first, last in pages):
-            digests = np.concatenate(
-                [
-                    hasher.digests(self.tokens(place), first, last)
-                    for place, hasher, (first, last) in zip(at, hashers, pages, strict=True)
-                ]
-            )
+        runs = [self.tokens(place)[first * size : last * size] for place, (first, last) in zip(at, spans, strict=True)]
+        if any(last - first != 1 for first, last in spans):
+            each = zip(at, hashers, spans, strict=True)
+            digests = np.concatenate([hasher.digests(self.tokens(place), *span) for place, hasher, span in each])
             if log.is_read:
-                runs = [
-                    token_bytes(self.tokens(place)[first * size : last * size])
-                    for place, (first, last) in zip(at, pages, strict=True)
-                ]
-                log.describe((hashers, firsts, lasts, runs))
+                log.describe((hashers, firsts, lasts, [*map(token_bytes, runs)]))
             return digests
-        tokens = np.array(
-            [self.tokens(place)[first * size : last * size] for place, (first, last) in zip(at, pages, strict=True)],
-            np.int32,
-        )
+        tokens = np.array(runs, np.int32)
         digests = self.digest_pages(at, hashers, firsts.tolist(), tokens)
         log.describe((hashers, firsts, lasts, tokens))
         return digests
@@ -231,9 +220,9 @@ class Batch(Gathered, Sequence[Context]):
         self._behind: dict[int, int] = {}
         self._updated = False
         own = self._own
-        self._together = len(own) == len(self.contexts) and bool((self.actives == self.ends).all())
+        self._together = 0 < len(own) == len(self.contexts) and bool((self.actives == self.ends).all())
         self._read_futures()
-        if self._together and own:
+        if self._together:
             self._longest = int(self.ends.max())
             self._updates_left = min(
                 context.max_length - end for context, end in zip(own, self.ends.tolist(), strict=True)
@@ -318,8 +307,6 @@ class Batch(Gathered, Sequence[Context]):
                 context.update(token)
             self.gather()
             return
-        if not self.contexts:
-            return
         if not self._updates_left:
             self._refuse_longest()
         self._append(array)
@@ -339,8 +326,6 @@ class Batch(Gathered, Sequence[Context]):
             for context in self._own:
                 context.update_with_future_token()
             self.gather()
-            return
-        if not self.contexts:
             return
         if not self._updates_left:
             self._refuse_longest()
@@ -535,26 +520,15 @@ def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:
 
     `replicas` and `rows` have the replica and the row of each request, in batch order.
     """
-    order = np.argsort(replicas, kind="stable")
-    bounds = np.searchsorted(replicas[order], np.arange(count + 1)).tolist()
-    rows = rows[order]
-    return [
-        Share(replica, as_run(order[first:last]), as_run(rows[first:last]))
-        for replica, (first, last) in enumerate(pairwise(bounds))
-    ]
+    of_each = [(replicas == replica).nonzero()[0] for replica in range(count)]
+    return [Share(replica, as_run(at), as_run(rows[at])) for replica, at in enumerate(of_each)]
 
 
 def shares_at(replicas: Ints, rows: Rows, places: Ints) -> list[Share]:
     """Returns the requests at the indices `places` of the batch, as one `Share` for each replica that has any."""
-    if not places.size:
-        return []
     mine, own = replicas[places], rows_at(rows, places)
-    if np.count_nonzero(mine == mine[0]) == len(mine):
-        return [Share(mine.item(0), places, own)]
-    order = np.argsort(mine, kind="stable")
-    mine, own, places = mine[order], own[order], places[order]
-    bounds = [0, *(np.diff(mine).nonzero()[0] + 1).tolist(), len(mine)]
-    return [Share(mine.item(first), places[first:last], own[first:last]) for first, last in pairwise(bounds)]
+    of_each = [(replica, mine == replica) for replica in np.unique(mine).tolist()]
+    return [Share(replica, places[at], own[at]) for replica, at in of_each]
 
 
 def as_run(indices: Ints) -> Rows:
