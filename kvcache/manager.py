@@ -399,10 +399,12 @@ class PagedKVCacheManager:
         prompt if the model has a single block table of full attention. Otherwise `first_page` is ignored.
         """
         self._mark.check("block_table")
-        replica, _, row = place = self._claims.locate(request_id, "block_table")
+        replica, _, row = self._claims.locate(request_id, "block_table")
         bound = self._claims.context_at(self._claims.places[request_id])
         context = None if bound is None else read_context(bound)
-        table = imports.export_table(*place, context, self.fingerprint, full_pages=full_pages, first_page=first_page)
+        table = imports.export_table(
+            replica, row, context, self.fingerprint, full_pages=full_pages, first_page=first_page
+        )
         return replica.leases.sealed(row, table)
 
     def lease(self, request_id: RequestID, *, seal: Callable[[BlockTable], bytes] | None = None) -> PageLease:
@@ -458,12 +460,9 @@ class PagedKVCacheManager:
         read = read_context(context)
         with self._mark.changing("import_block_table", read.request_id, read):
             if replica.imports.is_given_up(row) and row not in replica.leases.of_row:
-                imports.check_table(replica, read, table, last=not partial)
-                imports.check_others(replica, read, table, others, partial=partial)
+                imports.check_tables(replica, read, table, others, partial=partial)
                 row = self._claims.claim_anew(read.request_id, replica_idx)
-            pending = imports.begin_import(
-                replica, replica_idx, row, read, table, num_steps, partial=partial, others=others
-            )
+            pending = imports.begin_import(replica, row, read, table, num_steps, partial=partial, others=others)
             if pending is not None:
                 self._claims.bind(context, replica_idx, row)
         return pending

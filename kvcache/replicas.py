@@ -52,9 +52,8 @@ def place_replicas(
     every, mark = AllRows(len(devices), rows, page_size), UnderWay()
     placed = list[PlacedReplica]()
     for group in devices:
-        pinned, first = any(device.type == "cuda" for device in group), rows * len(placed)
-        own = slice(first, first + rows)
-        block_rows = BlockRows(every, own, sizes.max_seq_len, page_size, tables.groups, pinned=pinned)
+        pinned = any(device.type == "cuda" for device in group)
+        block_rows = BlockRows(every, len(placed), sizes.max_seq_len, tables.groups, pinned=pinned)
         make_order = params.eviction_order
         order = None if make_order is None else CheckedOrder(pages, make_order(pages))
         memory = PageMemory(layouts, pages, group, stream)
@@ -390,10 +389,9 @@ class Replicas:
         ]
         self.mark.call = call
         for share, pages in full:
-            self.each[share.replica].publish(share.rows, computed[share.at], pages)
-        # If `publish` was not called for all requests, it has not recorded the computed tokens of all requests.
-        if looked is not None or len(full) < len(self.each):
-            self._computed(gathered)
+            self.each[share.replica].publish(pages)
+        # Last, because `publish` passes replaced pages to leases as far as readers know them.
+        self._computed(gathered)
         if self._partial:
             _learn(self._partial, gathered, full)
         if isinstance(gathered, Batch):  # only a `Batch` lasts for several steps, and keeps `due`
@@ -559,7 +557,7 @@ class Replicas:
         free = replica.pool.free_count - replica.pool.beside
         if replica.hit_may_change:
             return plan.new, replica.tables.most(context.indices, length) <= free
-        return plan.new, replica.tables.fits(None, plan, free)
+        return plan.new, plan.cost <= free
 
     def _hasher_of(self, replica_idx: int, row: int, context: Context) -> PrefixHasher:
         read = read_context(context)

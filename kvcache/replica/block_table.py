@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvcache.errors import InvalidRequestError
+from kvcache.pool.index import Pages
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.types import RequestID
-
-Pages = NDArray[np.int32]
 
 
 class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults=True):
@@ -84,6 +83,9 @@ class PageCopy(NamedTuple):
     tokens: tuple[int, int]
 
 
+_NOTHING = PageCopy((), (), (0, 0))
+
+
 @dataclass(eq=False, slots=True)
 class ImportPart:
     """The part of a `PendingImport` for one block table of a request, or for its recurrent state."""
@@ -146,10 +148,6 @@ class ImportPart:
         return self.copy_from(token, page_size, src_page_size)
 
 
-def _nothing() -> None:
-    """Do nothing. The default of `PendingImport.on_free`."""
-
-
 @dataclass(eq=False, slots=True)
 class PendingImport:
     """An import of another manager's block table that is being copied.
@@ -169,7 +167,7 @@ class PendingImport:
     hasher: PrefixHasher | None = None
     has_last: bool = False  # whether the last block table of the prompt has come
     closed: bool = False  # whether the import was committed or cancelled
-    on_free: Callable[[], None] = _nothing  # called after the import was cancelled and its pages were freed
+    on_free: Callable[[], None] = lambda: None  # called after the import was cancelled and its pages were freed
     # the tables of the other manager whose pages no copier has taken yet
     told: list[BlockTable] = field(default_factory=list[BlockTable])
     others: tuple[BlockTable, ...] = ()  # the block tables of other managers that hold some of the same tokens
@@ -238,17 +236,15 @@ class PendingImport:
         """
         copies: list[PageCopy] = []
         for part, pages in zip(self.parts, table.groups, strict=True):
-            begin = (-(-table.num_tokens // table.page_size) - len(pages)) * table.page_size
+            token, stop, dst, src = part.first, part.stop, part.dst_pages, pages
             if part.is_state:
-                token, stop = part.first, part.stop if table.num_tokens == self.num_tokens else part.first
+                stop = stop if table.num_tokens == self.num_tokens else token
             else:
-                token, stop = max(part.first, begin), min(part.stop, table.num_tokens)
-            if token >= stop:
-                copies.append(PageCopy((), (), (0, 0)))
-                continue
-            src = pages if part.is_state else pages[(token - begin) // table.page_size :]
-            skipped = 0 if part.is_state else token // self.page_size - part.first // self.page_size
-            copies.append(PageCopy(part.dst_pages[skipped:], np.array(src, np.int32), (token, stop)))
+                begin = (-(-table.num_tokens // table.page_size) - len(pages)) * table.page_size
+                token, stop = max(token, begin), min(stop, table.num_tokens)
+                dst = dst[token // self.page_size - part.first // self.page_size :]
+                src = pages[(token - begin) // table.page_size :]
+            copies.append(PageCopy(dst, np.array(src, np.int32), (token, stop)) if token < stop else _NOTHING)
         return copies
 
     def named(self, table: BlockTable, *, last: bool) -> list[Pages] | None:

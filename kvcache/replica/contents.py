@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvcache.arguments import check_request_id, integer, of_kind, refusal, whole
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
+from kvcache.pool.index import NO_PAGE
 from kvcache.replica import imports
 from kvcache.replica.block_table import BlockTable, PageDigests, PendingImport
 from kvcache.replica.context import Context, check_context, hasher_of, read_context
@@ -77,7 +78,9 @@ class PageContents:
         self._mark.check("contents.lease")
         replica, digests = self._wanted(name, replica_idx, wanted)
         room = _most(name, most) - replica.pool.beside
-        length, tables = replica.tables.whole(digests, room, *(states.ends_here(digests) for states in replica.states))
+        # pages after which the device has a cached state; states in lower tiers cannot be leased
+        ends = [states.pages.pool.index.find(digests) != NO_PAGE for states in replica.states]
+        length, tables = replica.tables.whole(digests, room, *ends)
         if not length:
             return None
         lease = PageLease(replica.leases, name, replica_idx)
@@ -134,9 +137,8 @@ class PageContents:
         self._mark.check("contents.import_pages")
         check_context(context, "contents.import_pages")
         read = read_context(context)
-        replica_idx = self._index(f"request {read.request_id!r}", replica_idx)
-        replica = self._replicas[replica_idx]
-        pending = imports.check_pages(replica, replica_idx, read, table, others)
+        replica = self._replicas[self._index(f"request {read.request_id!r}", replica_idx)]
+        pending = imports.check_pages(replica, read, table, others)
         with self._mark.changing("contents.import_pages", pending):
             return pending if imports.begin_pages(replica, pending, table) else None
 

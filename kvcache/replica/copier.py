@@ -139,15 +139,12 @@ class ImportBook:
         self._pool = pool
         self._rows = rows
 
-    def begin(self, row: int, pending: PendingImport) -> None:
+    def begin(self, pending: PendingImport, row: int | None = None) -> None:
+        """Count the import's pages as being written from now on. `row` is None if no request waits for the import."""
         self._pool.add_writer(pending.written)
-        self._rows.measure(row, usable=False)
-        self.of_row[row] = pending
-        self.each.append(pending)
-
-    def begin_for_nobody(self, pending: PendingImport) -> None:
-        """Begin an import of pages that no request waits for. From now on its pages count as being written."""
-        self._pool.add_writer(pending.written)
+        if row is not None:
+            self._rows.measure(row, usable=False)
+            self.of_row[row] = pending
         self.each.append(pending)
 
     def refuse_taken(self, pending: PendingImport) -> None:

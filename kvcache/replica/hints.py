@@ -13,10 +13,9 @@ from kvcache.params import KVCacheParams
 from kvcache.pool.hinted_order import Baseline, HintedOrder, HintShare, Words
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.journal import PageReader
-from kvcache.pool.pages import PagePool
 from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 from kvcache.replica.context import HasherOfRow, SafeContext
-from kvcache.replica.rows import BlockRows, Ints, Pages
+from kvcache.replica.rows import Ints, Pages
 from kvcache.replica.tables import RowTables
 from kvcache.retention import LEVEL_OF, NEUTRAL, PageHints, page_hints
 from kvcache.states.state_pages import StatePages
@@ -40,8 +39,6 @@ class ReplicaHints(PageReader):
 
     def __init__(
         self,
-        pool: PagePool,
-        rows: BlockRows,
         tables: RowTables,
         hasher_of: HasherOfRow,
         digests_of: Callable[[int, SafeContext], Digests],
@@ -49,10 +46,10 @@ class ReplicaHints(PageReader):
         params: KVCacheParams,
         states: Sequence[StatePages],
     ) -> None:
+        self._tables = tables
+        self._rows, self._pool = rows, pool = tables.rows, tables.pool
         # For each row, how many pages of its request were already published when the request asked for them.
         self._found = [0] * len(rows.request_ids)
-        self._pool = pool
-        self._rows = rows
         self._hasher_of = hasher_of
         self._digests_of = digests_of  # returns the digests of the published pages of a row
         # Returns the salt of a row's pages, even if the request's context has another salt by now.
@@ -62,8 +59,7 @@ class ReplicaHints(PageReader):
         # follow them.
         self._has_own = params.eviction_order is not None
         self._most_hinted = params.max_hint_share if caching and not self._has_own else 0.0
-        self._tables = tables
-        self._of_states = [StateHints(pages, rows, salt_of, pool.beside) for pages in states]
+        self._of_states = [StateHints(pages, pool.beside) for pages in states]
         # For each row, three numbers of prompt pages: the pages that the baseline with plain LRU has found, the pages
         # that the baseline with hints has found, and the pages that were looked up.
         self._expected: dict[int, tuple[int, int, int]] = {}
@@ -116,8 +112,7 @@ class ReplicaHints(PageReader):
             words = self._hasher_of(row, context).digests(context.tokens, 0, last)[:, 0]
             room = self._pool.num_pages - self._unfindable()
             hinted.widen(width := self._width())
-            room = int(room / width)
-            room += last - int(self._rows.committed[row])
+            room = int(room / width) + last - int(self._rows.committed[row])
             self._expected[row] = (plain.visit(words, room), hinted.visit(words, room), len(words))
 
     def share_pages(self, rows: Ints) -> None:
@@ -192,45 +187,32 @@ class ReplicaHints(PageReader):
             order.hint(pages, hints and hints.of(columns))
         self._pool.release(pages)
         for states in self._of_states if len(digests) and not self._has_own else ():
-            states.leave(row, digests, hints, of_ranges, self.share)
+            resumed_at = [*of_ranges, (self._rows.prompt.item(row) - 1) // size, len(digests)]
+            states.leave(self._salt_of(row), digests, hints, resumed_at, self.share)
 
     def _learn(self, row: int, context: SafeContext, words: Words, hints: PageHints | None, found: int) -> None:
         """Update the baselines for a row that releases pages. `words` has the first word of the digest of each page.
 
         The first `found` pages were cached when the request asked for them. `hints` are the request's hints for these
-        pages, or None.
+        pages, or None. Compares these hits with the hits of each baseline, and adapts the share of pages that follow
+        hints.
         """
         if not self._baselines:
             return
         plain, hinted = self._baselines
-        self._judge(plain, row, words[:found])
-        self._forget_given_up(row, context, len(words))
+        if (expected := self._expected.pop(row, None)) is not None:
+            by_plain, by_hinted, looked = expected
+            gained, promised = plain.count(words[:found]) - by_plain, by_hinted - by_plain
+            scale = int(plain.rate * self._width())
+            self._share.learn(gained * scale, promised * scale, looked)
+            self._pool.idle.trust(self._share.value)
+        last = (int(self._rows.prompt[row]) - 1) // self._rows.page_size
+        # The baselines got all pages of the prompt when the request asked for pages. A request that ends early has not
+        # computed all of them, so the pool does not have the other pages.
+        if len(words) < last:
+            self._forget(self._hasher_of(row, context).digests(context.tokens, len(words), last)[:, 0])
         plain.touch(words)
         hinted.leave(words, hints)
-
-    def _judge(self, plain: Baseline, row: int, found: Words) -> None:
-        """Compare the hits of the pool with the hits of each baseline, and adapt the share of pages that follow hints.
-
-        `found` has the first word of the digest of each page that the row's request has found in the pool.
-        """
-        expected = self._expected.pop(row, None)
-        if expected is None:
-            return
-        by_plain, by_hinted, looked = expected
-        gained, promised = plain.count(found) - by_plain, by_hinted - by_plain
-        scale = int(plain.rate * self._width())
-        self._share.learn(gained * scale, promised * scale, looked)
-        self._pool.idle.trust(self._share.value)
-
-    def _forget_given_up(self, row: int, context: SafeContext, computed: int) -> None:
-        """Let the baselines forget the pages of a prompt that the request has not computed.
-
-        The baselines got all pages of the prompt when the request asked for pages. A request that ends early has
-        computed only the first `computed` pages, so the pool does not have the other pages.
-        """
-        last = (int(self._rows.prompt[row]) - 1) // self._rows.page_size
-        if computed < last:
-            self._forget(self._hasher_of(row, context).digests(context.tokens, computed, last)[:, 0])
 
     def _forget(self, words: Words) -> None:
         for baseline in self._baselines:
@@ -308,10 +290,7 @@ class StateHints:
     enough to measure how useful hints are.
     """
 
-    def __init__(
-        self, pages: StatePages, rows: BlockRows, salt_of: Callable[[int], str | None], slab_pages: int
-    ) -> None:
-        self._rows, self._salt_of = rows, salt_of
+    def __init__(self, pages: StatePages, slab_pages: int) -> None:
         self._slab_pages = slab_pages  # the number of pages of a slab; 0 if states have separate memory
         self._pool = pages.pool
         self._quotas: TenantQuotas | None = None
@@ -335,22 +314,25 @@ class StateHints:
         if self._quotas:
             self._quotas.clear()
 
-    def leave(self, row: int, digests: Digests, hints: PageHints | None, ends: Sequence[int], share: float) -> None:
-        """Called before the row's request is released.
+    def leave(
+        self, salt: str | None, digests: Digests, hints: PageHints | None, ends: Sequence[int], share: float
+    ) -> None:
+        """Called before a request with this `salt` is released.
 
-        `digests` are the digests of the pages in the row's published columns. `hints` are the request's hints for these
-        pages, or None. `ends` has the column after each hinted range. `share` is the share of idle pages that are
-        evicted according to hints. Later requests are likely to resume at the end of a hinted range, at the end of the
-        prompt, or at the end of all tokens.
+        `digests` are the digests of its published pages. `hints` are the request's hints for these pages, or None.
+        `ends` has the columns at which later requests are likely to resume. `share` is the share of idle pages that are
+        evicted according to hints.
         """
-        order, size, salt = self._pool.idle, self._rows.page_size, self._salt_of(row)
+        order = self._pool.idle
         order.trust(share)
         copies = self._pool.index.find(digests)
         columns = np.flatnonzero(copies != NO_PAGE)
         copies = copies[columns]
-        prompt = (self._rows.prompt.item(row) - 1) // size
-        columns_before = [*ends, prompt, len(digests)]
-        said, owned = _said_of(hints, columns, columns_before), self._owned(salt, copies)
+        # The states that have no tenant yet are assigned to the tenant of `salt`.
+        owned = np.zeros(len(copies), np.bool_)
+        if salt is not None and self._quotas:
+            owned = self._quotas.ownerless(copies * max(1, self._slab_pages))
+        said = _said_of(hints, columns, ends)
         if not np.count_nonzero(touched := said | owned):
             return
         # The pages are in reverse order: `release` makes the last page the first one to be evicted, and the oldest
@@ -361,15 +343,6 @@ class StateHints:
         if hints is not None:
             order.hint(copies[said], hints.of(columns[said]))
         self._pool.release(copies[at])
-
-    def _owned(self, salt: str | None, copies: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Returns a mask of the states in the pages `copies` that must be assigned to the tenant of `salt`.
-
-        These states have no tenant yet. All items are False without quotas, or if `salt` is None.
-        """
-        if salt is None or not self._quotas:
-            return np.zeros(len(copies), np.bool_)
-        return self._quotas.ownerless(copies * max(1, self._slab_pages))
 
 
 def _said_of(hints: PageHints | None, columns: NDArray[np.intp], ends: Sequence[int]) -> NDArray[np.bool_]:

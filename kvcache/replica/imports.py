@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvcache.arguments import of_kind, shown, whole
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.params import HashAlgorithm, usable_hashes
-from kvcache.pool.index import NO_PAGE, Digests
+from kvcache.pool.index import NO_PAGE
 from kvcache.replica.block_table import BlockTable, ImportPart, PageCopy, PendingImport
 from kvcache.replica.context import SafeContext, hasher_of
 from kvcache.replica.copier import BEFORE_LAST, ImportProof
@@ -34,14 +34,7 @@ _NO_PAGES: Pages = np.zeros(0, np.int32)
 
 
 def export_table(
-    replica: Replica,
-    replica_idx: int,
-    row: int,
-    context: SafeContext | None,
-    fingerprint: str,
-    *,
-    full_pages: bool,
-    first_page: int = 0,
+    replica: Replica, row: int, context: SafeContext | None, fingerprint: str, *, full_pages: bool, first_page: int
 ) -> BlockTable:
     """Returns the block table of the tokens that the request had computed at its last `step`.
 
@@ -70,7 +63,7 @@ def export_table(
     replica.leases.tell(row, num_tokens, windows=not full_pages)
     return BlockTable(
         request_id=request_id,
-        replica_idx=replica_idx,
+        replica_idx=rows.replica_idx,
         num_tokens=num_tokens,
         page_size=size,
         groups=groups,
@@ -121,13 +114,14 @@ def check_table(
     return hasher
 
 
-def check_others(
+def check_tables(
     replica: Replica, context: SafeContext, table: BlockTable, others: Sequence[BlockTable], *, partial: bool
-) -> None:
-    """Raise `BlockTableMismatchError` unless the tables `others` also hold a prefix of the context.
+) -> PrefixHasher | None:
+    """Do `check_table` for `table` and for the tables `others`.
 
-    The pages of `others` must have the same size as the pages of `table`.
+    Also raises `BlockTableMismatchError` if the pages of `others` have another size than the pages of `table`.
     """
+    found = check_table(replica, context, table, last=not partial)
     needed = "a sequence of BlockTables"
     of_kind(f"request {context.request_id!r}: others", others, Sequence, needed, BlockTableMismatchError)
     hasher: PrefixHasher | None = None
@@ -136,6 +130,7 @@ def check_others(
         if partial or other.page_size != table.page_size:
             reason = "does not cover the whole prompt yet" if partial else f"has pages of {table.page_size}"
             raise _mismatch(context, f"in `others` has pages of {other.page_size} tokens, but the first table {reason}")
+    return found
 
 
 def _has_types(table: BlockTable) -> bool:
@@ -228,17 +223,25 @@ def _check_digests(
     return hasher
 
 
-def _refuse_hole(replica: Replica, row: int, context: SafeContext, table: BlockTable) -> None:
-    """Raise `BlockTableMismatchError` unless all pages before the table's first page are cached here."""
-    here = replica.find(context, row).end * replica.page_size
-    if here < table.first_page * table.page_size:
-        first = table.first_page * table.page_size
-        raise _mismatch(context, f"begins at token {first}, but only {here} tokens before it are cached here")
+def _new_import(
+    replica: Replica, context: SafeContext, table: BlockTable, others: Sequence[BlockTable], hasher: PrefixHasher | None
+) -> PendingImport:
+    """Returns an import without parts."""
+    return PendingImport(
+        request_id=context.request_id,
+        owner=replica,
+        page_size=replica.page_size,
+        src_page_size=table.page_size,
+        replica_idx=replica.rows.replica_idx,
+        src_replica_idx=table.replica_idx,
+        parts=[],
+        hasher=hasher,
+        others=tuple(others),
+    )
 
 
 def begin_import(
     replica: Replica,
-    replica_idx: int,
     row: int,
     context: SafeContext,
     table: BlockTable,
@@ -251,37 +254,28 @@ def begin_import(
 
     Returns None if there are too few free pages.
     """
-    hasher = check_table(replica, context, table, last=not partial)
-    check_others(replica, context, table, others, partial=partial)
+    hasher = check_tables(replica, context, table, others, partial=partial)
     replica.refuse_pending(row, "import_block_table")
     if replica.rows.num_pages[row]:
         raise InvalidRequestError(
             f"request {context.request_id!r}: already holds {replica.rows.num_pages[row]} pages; import its block "
             "table before it reserves any"
         )
-    if table.first_page:
-        _refuse_hole(replica, row, context, table)
-    size, end = replica.page_size, -(-(context.end_idx if partial else table.num_tokens) // replica.page_size)
+    size, begins = replica.page_size, table.first_page * table.page_size
+    if begins and (here := replica.find(context, row).end * size) < begins:
+        raise _mismatch(context, f"begins at token {begins}, but only {here} tokens before it are cached here")
+    end = -(-(context.end_idx if partial else table.num_tokens) // size)
     plan = _plan(replica, row, context, table, num_steps, partial=partial)
     if replica.act(row, context, context.indices, plan) is None:
         return None
     firsts = [min(found, end) for found in replica.tables.by_table(plan.ends_found)]
     tables = zip(replica.tables.kinds, firsts, replica.rows.table[:, row], strict=True)
-    pending = PendingImport(
-        request_id=context.request_id,
-        owner=replica,
-        page_size=size,
-        src_page_size=table.page_size,
-        replica_idx=replica_idx,
-        src_replica_idx=table.replica_idx,
-        parts=[ImportPart(at * size, pages[at:end].copy(), at_end=kind != "full") for kind, at, pages in tables],
-        hasher=hasher,
-        others=tuple(others),
-    )
+    pending = _new_import(replica, context, table, others, hasher)
+    pending.parts += [ImportPart(at * size, pages[at:end].copy(), at_end=kind != "full") for kind, at, pages in tables]
     for states in replica.states:
         states.begin_import(row, context, pending)
     pending.take_up(table, _named(context, pending, table, last=not partial), last=not partial)
-    replica.imports.begin(row, pending)
+    replica.imports.begin(pending, row)
     return pending
 
 
@@ -297,15 +291,14 @@ def _plan(
     num_tokens = context.end_idx - 1 if partial else table.num_tokens
     length = replica.length_of(context, num_steps, num_tokens)
     here = replica.look_up(row, context, 0)
-
-    def digests_of(last: int) -> Digests:
-        return replica.hasher(row, context).digests(context.tokens, 0, last)
-
     if tables.is_plain:
         # Cached pages after the state from which the request resumes are not shared. If the import is cancelled, the
         # request has to compute the tokens of these pages itself, and would overwrite shared pages.
         return tables.plan(row, context.indices, length, here.end * size, here)
-    plan = tables.plan_import(row, context.indices, length, num_tokens, here, digests_of, replica.tier.slots)
+    start = max(num_tokens, here.end * size)
+    last = min(start, context.end_idx - 1) // size if replica.caching else 0
+    digests = replica.hasher(row, context).digests(context.tokens, 0, last)
+    plan = tables.plan_import(context.indices, length, start, here, digests, replica.tier)
     if tables.in_chunks and not partial:
         _check_reach(context, table, tables.kinds, [at * size for at in tables.by_table(plan.ends_found)])
     return plan
@@ -404,7 +397,7 @@ def takes_any_part(replica: Replica) -> bool:
 
 
 def check_pages(
-    replica: Replica, replica_idx: int, context: SafeContext, table: BlockTable, others: Sequence[BlockTable]
+    replica: Replica, context: SafeContext, table: BlockTable, others: Sequence[BlockTable]
 ) -> PendingImport:
     """Create an import of full pages that no request waits for. `begin_pages` gives the import its pages.
 
@@ -415,8 +408,7 @@ def check_pages(
         raise _mismatch(
             context, "was given to import_pages, which needs prefix caching and a single table of full attention"
         )
-    hasher = check_table(replica, context, table, last=True)
-    check_others(replica, context, table, others, partial=False)
+    hasher = check_tables(replica, context, table, others, partial=False)
     size, algorithm = replica.page_size, replica.hash_algorithm
     if (table.page_size, table.hash_algorithm) != (size, algorithm) or table.num_tokens % size:
         raise _mismatch(
@@ -424,18 +416,10 @@ def check_pages(
             f"covers {table.num_tokens} tokens in pages of {table.page_size} by {table.hash_algorithm!r}; "
             f"full pages of {size} by {algorithm!r} are needed",
         )
-    return PendingImport(
-        request_id=context.request_id,
-        owner=replica,
-        page_size=size,
-        src_page_size=size,
-        replica_idx=replica_idx,
-        src_replica_idx=table.replica_idx,
-        parts=[ImportPart(table.first_page * size, _NO_PAGES)],
-        hasher=hasher,
-        others=tuple(others),
-        prompt=context.tokens[: table.num_tokens].copy(),
-    )
+    pending = _new_import(replica, context, table, others, hasher)
+    pending.parts.append(ImportPart(table.first_page * size, _NO_PAGES))
+    pending.prompt = context.tokens[: table.num_tokens].copy()
+    return pending
 
 
 def begin_pages(replica: Replica, pending: PendingImport, table: BlockTable) -> bool:
@@ -445,7 +429,7 @@ def begin_pages(replica: Replica, pending: PendingImport, table: BlockTable) -> 
         return False
     pending.parts[0].dst_pages = allocated = pool.allocate(len(pages))
     pending.take_up(table, [np.array(pages, np.int32)], last=True)
-    replica.imports.begin_for_nobody(pending)
+    replica.imports.begin(pending)
     pool.release(allocated)
     return True
 

@@ -15,15 +15,11 @@ from kvcache.arguments import of_kind
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.pool.pages import HeldPages, PagePool
 from kvcache.replica.block_table import BlockTable
-from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
+from kvcache.replica.rows import NEVER, BlockRows, Ints, Pages, Rows, as_rows
 from kvcache.types import RequestID
 
-PagesBefore = Callable[[int, int], Pages]
-"""Takes a row and a column of the block table. Returns the pages of the row before this column."""
+# makes the bytes by which readers recognise that a lease holds the pages of a block table
 Seal = Callable[[BlockTable], bytes]
-"""Makes a seal for this block table. The seal shows readers that a lease holds the pages of the table."""
-
-_NEVER = 1 << 62
 
 
 class PageLease:
@@ -61,12 +57,11 @@ class PageLeases:
         self.told = np.zeros(len(rows.request_ids), np.int64)
         # For each row, the lowest token at which a reader may continue. Readers know the pages that a query at this
         # token sees in tables with windows.
-        self.kept = np.full(len(rows.request_ids), _NEVER, np.int64)
+        self.kept = np.full(len(rows.request_ids), NEVER, np.int64)
         self._pool = pool
         self._rows = rows
         # For each lease, the pages that the lease itself holds, in addition to the pages that its row still holds.
         self._held: dict[PageLease, list[HeldPages]] = {}
-        self._row_of: dict[PageLease, int] = {}  # for each lease whose request is still claimed, the request's row
 
     def __contains__(self, lease: PageLease) -> bool:
         return lease in self._held
@@ -77,7 +72,6 @@ class PageLeases:
         In addition to token pages, the lease holds the pages in `besides`, such as the page of a recurrent state.
         """
         self.of_row.setdefault(row, []).append(lease)
-        self._row_of[lease] = row
         self._held[lease] = []
         for held in besides:
             self._hold(lease, held)
@@ -121,52 +115,46 @@ class PageLeases:
                 f"but a lease still covers its first {self.told[row]} tokens: release the request and claim it again"
             )
 
-    def leave(self, row: int, pages_before: PagesBefore) -> None:
-        """Let the row's leases take over its pages with computed tokens. Called before the row is released."""
-        leases = self.of_row.get(row)
-        if leases is None:
-            return
-        computed = max(self.last_read(row), int(self._rows.committed[row]))
-        held = HeldPages(self._pool, pages_before(row, computed).copy())
-        for lease in leases:
+    def leave(self, row: int, pages: Pages) -> None:
+        """Let the row's leases take over its `pages` with computed tokens. Called before the row is released."""
+        held = HeldPages(self._pool, pages.copy())
+        for lease in self.of_row[row]:
             self._hold(lease, held)
-        # This comes last: after an interrupt before this line, `mend` and the repeated release repeat the lines above.
-        for lease in leases:
-            del self._row_of[lease]
+        # This comes last: after an interrupt before this line, the repeated release repeats the lines above.
         del self.of_row[row]
-        self.told[row], self.kept[row] = 0, _NEVER
+        self.told[row], self.kept[row] = 0, NEVER
 
     def last_read(self, row: int) -> int:
-        """Returns the end of a leased row's columns that have computed tokens; 0 if the row has no lease.
+        """Returns the end of a leased row's columns that have computed or cached tokens; 0 if the row has no lease.
 
         Column 0 is for the page of the first `page_size` tokens, column 1 for the next page, and so on. When a page in
         one of these columns leaves the row, the row's leases take it over.
         """
         if row not in self.of_row:
             return 0
-        return -(-max(int(self._rows.cached[row]), int(self.told[row])) // self._rows.page_size)
+        rows = self._rows
+        return max(-(-max(int(rows.cached[row]), int(self.told[row])) // rows.page_size), int(rows.committed[row]))
 
-    def replace(self, row: int, first: int, pages: Pages, cached: int) -> None:
+    def replace(self, row: int, first: int, pages: Pages) -> None:
         """Let the leases of the row take over `pages`, which are about to leave the row while its request goes on.
 
-        `first` is the column of the first of these pages. `cached` is the number of tokens that the request had
-        computed when its block table was last exported. Pages after these tokens are not taken over, because no reader
-        knows them.
+        `first` is the column of the first of these pages. Pages without computed tokens are not taken over, because no
+        reader knows them.
         """
-        seen = pages[: max(0, -(-max(cached, int(self.told[row])) // self._rows.page_size) - first)]
+        seen = pages[: max(0, self.last_read(row) - first)].copy()
         for lease in self.of_row.get(row, ()):
-            self._hold(lease, HeldPages(self._pool, seen.copy()))
+            self._hold(lease, HeldPages(self._pool, seen))
 
     def end(self, lease: PageLease) -> None:
         """Release the pages that the lease holds. Safe to call twice."""
         for held in self._held.pop(lease, ()):
             held.release()
-        row = self._row_of.pop(lease, None)
-        if row is not None:
-            self.of_row[row].remove(lease)
-            if not self.of_row[row]:
+        row = self._rows.row_of.get(lease.request_id, -1)  # another request may have this id by now
+        if lease in (leases := self.of_row.get(row, [])):
+            leases.remove(lease)
+            if not leases:
                 del self.of_row[row]
-                self.told[row], self.kept[row] = 0, _NEVER
+                self.told[row], self.kept[row] = 0, NEVER
 
     def held(self) -> list[tuple[PageLease, list[Pages]]]:
         """Returns each open lease, and the token pages that the lease itself holds.
@@ -206,31 +194,29 @@ class PageLeases:
         """
         self._held = {lease: held for lease, held in self._held.items() if lease is not over}
         rows = self._rows.request_ids
-        self._row_of = {
-            lease: row for lease, row in self._row_of.items() if lease in self._held and rows[row] == lease.request_id
-        }
-        self.of_row.clear()
-        for lease, row in self._row_of.items():
-            self.of_row.setdefault(row, []).append(lease)
+        for row, leases in list(self.of_row.items()):
+            leases[:] = [lease for lease in leases if lease in self._held and rows[row] == lease.request_id]
+            if not leases:
+                del self.of_row[row]
         alone = np.ones(len(rows), np.bool_)
         alone[list(self.of_row)] = False
-        self.told[alone], self.kept[alone] = 0, _NEVER
+        self.told[alone], self.kept[alone] = 0, NEVER
 
     def check(self) -> None:
-        booked = [(lease, row) for row, leases in self.of_row.items() for lease in leases]
-        if len(booked) != len(self._row_of) or any(self._row_of.get(lease) != row for lease, row in booked):
-            raise InvariantError(f"leases are recorded with rows {booked}, but by lease with rows {self._row_of}")
         for row in self.told.nonzero()[0].tolist():
             if row not in self.of_row:
                 raise InvariantError(f"row {row} has no lease, but {self.told[row]} of its tokens count as leased")
-        for row in (self.kept < _NEVER).nonzero()[0].tolist():
+        for row in (self.kept < NEVER).nonzero()[0].tolist():
             if row not in self.of_row:
                 raise InvariantError(
                     f"row {row} has no lease, but is recorded with readers of windows at token {self.kept[row]}"
                 )
-        for lease, row in booked:
-            if lease.is_over or self._rows.request_ids[row] != lease.request_id:
-                raise InvariantError(f"{lease} is recorded with row {row} of request {self._rows.request_ids[row]!r}")
+        for row, leases in self.of_row.items():
+            for lease in leases:
+                if lease.is_over or self._rows.request_ids[row] != lease.request_id:
+                    raise InvariantError(
+                        f"{lease} is recorded with row {row} of request {self._rows.request_ids[row]!r}"
+                    )
 
     def _hold(self, lease: PageLease, held: HeldPages) -> None:
         if held.pages.size:

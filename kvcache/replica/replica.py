@@ -1,6 +1,7 @@
 """One data-parallel replica: its pages, its prefix index, and the rows of its running requests."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,9 +71,8 @@ class Replica:
         self.tables = (OneTable if one else RowTables)(tables, pool, rows, self.leases, caching=self.caching)
         # A request of up to this many tokens always fits into an empty pool, so its pages need not be counted.
         self._always_fits = min(self.max_seq_len, (pool.num_pages - pool.beside) // self.tables.count * self.page_size)
-        self.states = [RowStates(pages, rows, pool, self.tables, self.hasher, params) for pages in states]
-        digests_of = self.published_digests
-        self.hints = ReplicaHints(pool, rows, self.tables, self.hasher, digests_of, self.salt, params, states)
+        self.states = [RowStates(pages, self.tables, self.hasher, params) for pages in states]
+        self.hints = ReplicaHints(self.tables, self.hasher, self.published_digests, self.salt, params, states)
         self.tier = PagesBelow()
         # The lookup that `find` begins with. With recurrent states it returns all published pages that the request
         # could use, and `find` shortens the result to a page after which a state is cached. For a single table without
@@ -178,7 +178,7 @@ class Replica:
         for states in self.states:
             plan = states.planned(row, context, plan)
         free, (before, active, known) = self.pool.free_count, indices
-        if plan.cost > free and not self.tables.fits(row, plan, free):
+        if plan.cost > free:
             return None
         if plan.start != before or plan.active != active:
             # `run_from` comes first, because a caller's own context may raise. Nothing after it raises.
@@ -399,14 +399,11 @@ class Replica:
         firsts, lasts = self.rows.committed[filled], computed[at] // self.rows.size
         return Filled(filled, firsts, lasts, digests_of(at, firsts, lasts))
 
-    def publish(self, rows: Rows, computed: Ints, full: Filled | None) -> None:
-        """Publish full pages of computed tokens. Content that is already published is shared instead."""
-        state = self.rows
-        # `told` has the number of computed tokens of each row at the time when its block table was last exported.
-        told = state.cached.copy() if self.leases.of_row else None
-        self.counter.computed(rows, computed)
-        if full is None:
-            return
+    def publish(self, full: Filled) -> None:
+        """Publish full pages of computed tokens. Content that is already published is shared instead.
+
+        The caller records how many tokens are computed.
+        """
         filled, firsts, lasts, digests = full
         self.tier.arrive(filled)
         counts = lasts - firsts
@@ -415,19 +412,18 @@ class Replica:
             flat_rows = np.repeat(filled, counts)
             columns = np.arange(len(flat_rows)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
         if len(filled) == 1 or len(set(digests[:, 0].tolist())) == len(digests):
-            self._publish(flat_rows, columns, digests, told)
+            self._publish(flat_rows, columns, digests)
         # In one step, two rows may fill pages with the same content. The second row then shares the first row's page.
         else:
             for row in filled:
                 mine = flat_rows == row
-                self._publish(flat_rows[mine], columns[mine], digests[mine], told)
-        state.commit(filled, lasts)
+                self._publish(flat_rows[mine], columns[mine], digests[mine])
+        self.rows.commit(filled, lasts)
 
     def publish_one(self, row: int, first: int, digests: NDArray[np.uint64]) -> None:
-        """Do the same as `publish` for one row, in half the time. Requires that no reader knows pages of the row.
+        """Do the same as `publish` for one row, in half the time.
 
-        `digests` are the digests of the full pages from column `first` on. The caller records how many tokens are
-        computed.
+        `digests` are the digests of the full pages from column `first` on.
         """
         count = len(digests)
         if count == 1:
@@ -435,7 +431,7 @@ class Replica:
         else:
             rows, columns = np.empty(count, np.int64), np.arange(first, first + count)
             rows.fill(row)
-        self._publish(rows, columns, digests, None)
+        self._publish(rows, columns, digests)
         self.rows.commit(row, first + count)
 
     def hasher(self, row: int | None, context: SafeContext) -> PrefixHasher:
@@ -478,13 +474,13 @@ class Replica:
         self.imports.leave(row)
         self._hashers.pop(row, None)
         self._named.pop(row, None)
-        self.counter.forget(row)
+        self.counter.open.discard(row)
         pages = self.tables.pages(row, self.rows.num_pages.item(row)).copy()
         if names is not None:
             published = self.tables.pages(row, self.rows.committed.item(row))
             self.tier.leave(row, published, names, self.ends)
-        if self.leases.of_row:
-            self.leases.leave(row, self.tables.pages)
+        if row in self.leases.of_row:
+            self.leases.leave(row, self.tables.pages(row, self.leases.last_read(row)))
         self.rows.unbind(row)
         self.pool.release(pages)
         for states in self.states:
@@ -544,13 +540,9 @@ class Replica:
         for row in self.rows.row_of.values():
             np.add.at(holders, self.tables.pages(row, self.rows.num_pages.item(row)), 1)
         holders += self.leases.holders()
-        for pending in self.imports.each:
-            np.add.at(writers, pending.written, 1)
-        for pages in self.tier.coming():
+        written = [pending.written for pending in self.imports.each]
+        for pages in chain(written, self.tier.coming(), *self.pool.parked):
             np.add.at(writers, pages, 1)
-        for parked in self.pool.parked:
-            for pages in parked:
-                np.add.at(writers, pages, 1)
         return holders, writers
 
     def goes_on(self, row: int, start: int) -> bool:
@@ -675,12 +667,9 @@ class Replica:
             hasher.matches[tier] = *now, None
         return None
 
-    def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64], told: Ints | None) -> None:
-        """Publish the page in column `columns[i]` of `rows[i]`, for each i. All `digests` are different.
-
-        `told[row]` is the number of tokens whose pages readers may know. None if there are no leases.
-        """
-        pages, names, shared = self.tables.publish(rows, columns, digests, told)
+    def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64]) -> None:
+        """Publish the page in column `columns[i]` of `rows[i]`, for each i. All `digests` are different."""
+        pages, names, shared = self.tables.publish(rows, columns, digests)
         if shared.size:
             self.hints.share_pages(shared)
         for tell in self.pool.journal.came:

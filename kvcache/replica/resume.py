@@ -6,7 +6,7 @@ request can resume in every block table. Its callers look for the pages in diffe
 memory and the tiers below it, on other replicas, in another process.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,14 +16,6 @@ from kvcache.layer_groups import TableGroup
 from kvcache.pool.index import Digests, Pages
 from kvcache.pool.pages_below import NO_SLOTS, Asked, Slots, last_end
 from kvcache.states.state_pages import NO_STATE
-
-Below = Callable[[Digests, Asked], Asked]
-"""Takes the digests of pages, `[tables, pages, words]`, and a mask of the pages to look for. Returns a mask of the
-pages that exist.
-"""
-
-Host = Callable[[Digests], Slots]
-"""Returns the host slot of the page with each of these digests; 0 if the page is in no slot."""
 
 
 class Found(NamedTuple):

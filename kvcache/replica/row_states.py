@@ -25,19 +25,16 @@ import numpy as np
 from kvcache.errors import NoFreeStatePageError, StatePageError
 from kvcache.params import KVCacheParams
 from kvcache.pool.index import NO_PAGE, Digests
-from kvcache.pool.pages import HeldPages, PagePool
+from kvcache.pool.pages import HeldPages
 from kvcache.pool.pages_below import Asked, PagesBelow
 from kvcache.replica.batch import Gathered
 from kvcache.replica.block_table import ImportPart, PendingImport
 from kvcache.replica.context import Context, HasherOfRow, SafeContext
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.resume import Found, FromBelow, Reservation
-from kvcache.replica.rows import NEVER, ONE, BlockRows, Filled, Ints
+from kvcache.replica.rows import NEVER, ONE, Filled, Ints
 from kvcache.replica.tables import RowTables
 from kvcache.states.state_pages import NO_STATE, StatePages
-
-Step = Callable[[Gathered, Callable[[], None] | None], None]
-"""Does a step for the gathered requests. The second argument, if any, is called once their tokens are published."""
 
 
 class RowStates:
@@ -52,21 +49,14 @@ class RowStates:
         pages: the state pages.
     """
 
-    def __init__(
-        self,
-        pages: StatePages,
-        rows: BlockRows,
-        pool: PagePool,
-        tables: RowTables,
-        hasher_of: HasherOfRow,
-        params: KVCacheParams,
-    ) -> None:
+    def __init__(self, pages: StatePages, tables: RowTables, hasher_of: HasherOfRow, params: KVCacheParams) -> None:
         self.pages = pages
-        self._rows, self._pool, self._tables, self._hasher_of = rows, pool, tables, hasher_of
+        self._tables, self._hasher_of = tables, hasher_of
+        self._rows, self._pool = tables.rows, tables.pool
         self._caching = params.enable_prefix_caching
         # the number of tokens between two cached copies of a request's state
-        self._spacing = params.state_every_pages * rows.page_size or NEVER
-        self._stops: list[tuple[int, ...]] = [()] * len(rows.request_ids)  # by row; see `Reservation.stops`
+        self._spacing = params.state_every_pages * tables.rows.page_size or NEVER
+        self._stops: list[tuple[int, ...]] = [()] * len(tables.rows.request_ids)  # by row; see `Reservation.stops`
 
     def _name(self, row: int) -> str:
         return self._rows.request_ids[row] or ""
@@ -116,10 +106,6 @@ class RowStates:
         if row is not None and self.pages.is_promised(self._name(row)):
             return np.zeros(len(digests), np.bool_)
         return self.pages.there(digests) if anywhere else self.pages.kept_after(digests)
-
-    def ends_here(self, digests: Digests) -> Asked:
-        """Returns a mask of the pages after which the device has a cached state. Lower tiers do not count."""
-        return self.pages.pool.index.find(digests) != NO_PAGE
 
     # ---- tiers
 
@@ -311,12 +297,15 @@ class RowStates:
         return name not in pages.drafted and pages.tokens_of(name) == start
 
 
-def step_drafted(each: Sequence[RowStates], gathered: Gathered, step: Step) -> None:
+def step_drafted(
+    each: Sequence[RowStates], gathered: Gathered, step: Callable[[Gathered, Callable[[], None]], None]
+) -> None:
     """Do a `step` for requests, some of which have run drafted tokens.
 
-    `each` has the states of each replica. If some drafted tokens of a request were removed, its `start_idx` is set back
-    to the number of tokens that its state can cover. Raises `StatePageError` if a `start_idx` is before or after all
-    tokens that ran, and also raises the errors of `step`. In these cases nothing has changed.
+    `each` has the states of each replica. `step` calls its second argument once the tokens are published. If some
+    drafted tokens of a request were removed, its `start_idx` is set back to the number of tokens that its state can
+    cover. Raises `StatePageError` if a `start_idx` is before or after all tokens that ran, and also raises the errors
+    of `step`. In these cases nothing has changed.
     """
     drafted: list[tuple[Context, str, StatePages, int, int]] = []
     owners: list[int] = gathered.replicas.tolist()

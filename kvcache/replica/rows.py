@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvalidRequestError
 from kvcache.layer_groups import TableGroup
-from kvcache.pool.index import NO_PAGE
+from kvcache.pool.index import NO_PAGE, Pages
 from kvcache.types import RequestID
 
-Pages = NDArray[np.int32]
 Ints = NDArray[np.int64]
 Rows = Ints | slice
 """Rows of a block table: an array, or a slice if they are consecutive."""
@@ -49,6 +48,7 @@ class AllRows:
     """
 
     def __init__(self, replicas: int, rows: int, page_size: int) -> None:
+        self.rows, self.page_size = rows, page_size
         # For each place, the number of tokens for which its row has pages. It is -1 while an import is pending, because
         # the row's pages must not be used then. numpy code writes this array. Calls for a single request read it as a
         # Python array, which is faster. The last entry, at place -1, belongs to no row.
@@ -77,16 +77,11 @@ class BlockRows:
     """
 
     def __init__(
-        self,
-        every: AllRows,
-        own: slice,
-        max_seq_len: int,
-        page_size: int,
-        groups: Sequence[TableGroup],
-        *,
-        pinned: bool,
+        self, every: AllRows, replica_idx: int, max_seq_len: int, groups: Sequence[TableGroup], *, pinned: bool
     ) -> None:
-        rows = own.stop - own.start
+        rows, page_size = every.rows, every.page_size
+        own = slice(replica_idx * rows, (replica_idx + 1) * rows)
+        self.replica_idx = replica_idx
         self.page_size = page_size
         self.max_seq_len = max_seq_len
         self.groups = groups
@@ -102,7 +97,8 @@ class BlockRows:
         # indices.
         self.entries: Pages = self.table.reshape(-1)
         # Arrays, because numpy takes twice as long with a Python int.
-        self._begins = np.arange(shape[0])[:, None] * (shape[1] * shape[2])  # where each table begins in `entries`
+        self.table_size = np.array(shape[1] * shape[2])  # the number of entries of a table
+        self._begins = np.arange(shape[0])[:, None] * self.table_size  # where each table begins in `entries`
         self.width, self.size = np.array(shape[2]), np.array(page_size)
         # For each number of pages, how many tokens they hold, and the number of computed tokens at which one more page
         # is full. Reading the tables takes a fifth of the time of computing the numbers.
@@ -152,15 +148,10 @@ class BlockRows:
         return self._begins[tables] + (rows * self.width + columns)
 
     def append(self, rows: Ints, pages: Pages) -> None:
-        """Append one page to each of `rows` in each table.
-
-        `pages` is `[rows]` or `[tables, rows]`. No row occurs twice.
-        """
+        """Append one page to each of `rows` in each table. `pages` is `[tables, rows]`. No row occurs twice."""
         counts = self.num_pages[rows]
-        if pages.ndim == 1:
-            self._first_table[rows, counts] = pages
-        else:
-            self.entries[self.places(rows, counts)] = pages
+        where = rows * self.width + counts
+        self.entries[where if self._is_plain else self._begins + where] = pages
         counts += ONE
         for ends in self.ends:
             ends[rows] = counts
@@ -187,8 +178,7 @@ class BlockRows:
         # One statement sets both attributes, so that they agree on the owners of rows even after an interrupt.
         self.row_of, self.request_ids[:] = row_of, names
         self.free[:] = np.flatnonzero(~taken).tolist()  # ascending: a heap
-        for counts in (self.cached, self.counted):
-            counts[~taken] = 0
+        self.cached[~taken] = self.counted[~taken] = 0
         self.ends[:, ~taken] = 0
         self.prompt[~taken] = -1
         self._mend_tables()
@@ -291,11 +281,6 @@ class PromptCounter:
             "computed: set start_idx back, or release the request and claim it again"
         )
 
-    def computed(self, rows: Rows, tokens: Ints) -> None:
-        """Record the number of tokens that the model has computed for each of `rows`."""
-        self._rows.cached[rows] = tokens
-        self.run(rows, 0, tokens)
-
     def ran_elsewhere(self, row: int, tokens: int) -> None:
         """Record that the first `tokens` tokens of the request were computed elsewhere.
 
@@ -307,6 +292,3 @@ class PromptCounter:
     def mend(self) -> None:
         """Restore `open`, the rows whose prompts are not fully counted, after an interrupt."""
         self.open = {*np.flatnonzero(self._rows.counted < self._rows.prompt).tolist()}
-
-    def forget(self, row: int) -> None:
-        self.open.discard(row)

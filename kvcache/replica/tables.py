@@ -17,28 +17,20 @@ If a request is leased, its leases take over those pages that fall out of a wind
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.layer_groups import LayerGroup, LayerTables, TableGroup
 from kvcache.pool.index import INDEX, NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
-from kvcache.pool.pages_below import Asked, Slots, last_end
+from kvcache.pool.pages_below import Asked, PagesBelow, Slots, last_end
 from kvcache.replica.context import ContextIndices, chunk_end
 from kvcache.replica.leases import PageLeases
-from kvcache.replica.resume import Below, Found, FromBelow, Host, Reservation, resume
+from kvcache.replica.resume import Found, FromBelow, Reservation, resume
 from kvcache.replica.rows import ONE, BlockRows, Ints, Pages, Rows, as_rows
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)
-_NONE_FOUND = (_NO_PAGES,)
-_FIRST = (0,)
-_NOTHING = Found(0, 0, _NONE_FOUND, 0)
 _NO_ROWS: Ints = np.zeros(0, np.int64)
 _MIX = 0x9E3779B97F4A7C15  # odd, so that its multiples for different tables are different modulo 2**64
-
-
-DigestsTo = Callable[[int], Digests]
-"""Takes a column. Returns the digests of a request's pages before this column."""
 
 
 class RowTables:
@@ -59,12 +51,14 @@ class RowTables:
         self.keeps_prefix = self.groups[0].group.keeps_all
         # Whether some tables have pages only for the chunk that runs.
         self.in_chunks = not all(group.keeps_all for group, _ in self.groups)
-        self._pool, self._rows, self._leases, self._caching = pool, rows, leases, caching
+        self.pool, self.rows, self._leases, self._caching = pool, rows, leases, caching
         self._page_size = rows.page_size
         # For each table, the value that is mixed into a digest, `[tables, 1, words]`.
         self._mixed = np.zeros((self.count, 1, pool.index.digest_words), np.uint64)
         self._mixed[:, 0, 0] = [number * _MIX % (1 << 64) for number in range(self.count)]
         self._no_pages = tuple(np.zeros((group.num_tables, 0), np.int32) for group in self.groups)
+        if self.is_plain:
+            self._no_pages = (_NO_PAGES,)
         self._numbers = pool.index.tables
         self._own_numbers, self._counts = np.arange(self.count)[:, None], np.array(self.count)
 
@@ -79,8 +73,8 @@ class RowTables:
         if not self.keeps_prefix:
             end = first + len(digests)
             return Found(first, end, self._no_pages, end)
-        if len(digests) and self._pool.index.may_have(digests):
-            pages = self._pool.index.match(digests)
+        if len(digests) and self.pool.index.may_have(digests):
+            pages = self.pool.index.match(digests)
             if pages.size:
                 end = first + len(pages)
                 return Found(first, end, (pages,), end)
@@ -105,24 +99,27 @@ class RowTables:
         end = first + len(digests)
         found = self._seen_pages(first, end, digests)
         if not all(np.count_nonzero(pages) == pages.size for pages in found):
-            there = self._find(slice(None), digests) != NO_PAGE
+            there = self.pages_of(digests) != NO_PAGE
             end = first + resume(there, self.groups, self._page_size, first, ends)
             found = self._seen_pages(first, end, digests)
         return Found(first, end, found, end)
 
-    def every(self, digests: Digests) -> Digests:
-        """Returns the digest of each page in each table, `[tables, pages, words]`, from the digests of the tokens."""
-        return self._mix(slice(None), digests)
+    def every(self, digests: Digests, tables: slice = slice(None)) -> Digests:
+        """Returns the digest of each page in each of `tables`, `[tables, pages, words]`, from the tokens' `digests`."""
+        return digests ^ self._mixed[tables]
 
-    def pages_of(self, digests: Digests) -> Pages:
-        """Returns each table's published pages of the tokens with these digests: int32 `[tables, len(digests)]`."""
-        return self._find(slice(None), digests)
+    def pages_of(self, digests: Digests, tables: slice = slice(None)) -> Pages:
+        """Returns the published pages of the tokens with these digests in each of `tables`: int32 `[tables, pages]`."""
+        return self._find_each(self.every(digests, tables))
 
-    def from_below(self, digests: Digests, below: Below, ends: Asked | None = None, first: int = 0) -> FromBelow:
+    def from_below(
+        self, digests: Digests, below: Callable[[Digests, Asked], Asked], ends: Asked | None = None, first: int = 0
+    ) -> FromBelow:
         """Returns the longest prefix after which all tables can resume if they also get pages from a lower tier.
 
-        `below` says which pages the lower tier has. The caller already has the `first` pages. Pages that have fallen
-        out of a window at the end of the prefix are not needed. For `ends`, see `resume`.
+        `below` takes the digests of pages, `[tables, pages, words]`, and a mask of the pages to look for. It returns a
+        mask of the pages that the lower tier has. The caller already has the `first` pages. Pages that have fallen out
+        of a window at the end of the prefix are not needed. For `ends`, see `resume`.
         """
         every = self.every(digests)
         pages = self._find_each(every)
@@ -162,62 +159,50 @@ class RowTables:
         cached pages to use after the row's published columns. If the context's chunk ends before `start`, a chunk of
         the same length begins at `start`.
         """
-        firsts: list[int] = []
+        spans: list[tuple[int, int, int]] = []
         for number, (group, _) in enumerate(self.groups):
-            before, now = 0 if row is None else self._rows.firsts.item(number, row), self._seen(group, start)
+            before, now = 0 if row is None else self.rows.firsts.item(number, row), self._seen(group, start)
             # pages that are not published yet must stay until `step` has published them
-            firsts.append(max(before, min(now, found.end) if self._caching else now))
-        ends_found = [max(now, found.end) for now in firsts]
-        until = [self._to_hold(group, indices, length, start) for group, _ in self.groups]
-        plan = self._planned(row, found.pages, ends_found, firsts, until)
-        if row is not None and found.first > (own := self._rows.committed.item(row)):
-            plan = plan._replace(committed=own)  # the row has computed pages that are not published yet
-        cached = start if found.num_columns else 0
-        active = chunk_end(indices, start)
-        return plan._replace(start=start, active=active, cached=cached, slots=found.slots, reached=found.reached)
+            first = max(before, min(now, found.end) if self._caching else now)
+            spans.append((first, max(first, found.end), self._to_hold(group, indices, length, start)))
+        return self._planned(row, indices, start, found, spans)
 
     def plan_import(
-        self,
-        row: int,
-        indices: ContextIndices,
-        length: int,
-        num_tokens: int,
-        here: Found,
-        digests_of: DigestsTo,
-        host: Host,
+        self, indices: ContextIndices, length: int, start: int, here: Found, digests: Digests, tier: PagesBelow
     ) -> Reservation:
-        """Plan the reservation of an import of all tokens before token `num_tokens`, for a row without pages.
+        """Plan the reservation of an import for a row without pages, which can run from token `start` afterwards.
 
         `here` has the longest prefix that all tables have in the local cache. In addition, each group of tables looks
-        up the pages that later queries see: on the device, and with `host` in host memory.
+        up the pages that later queries see: on the device, and in the host memory of `tier`. `digests` are the digests
+        of the full pages before token `start`; empty without prefix caching.
         """
-        cached = here.end * self._page_size  # no page of these tokens is copied, because all tables have them cached
-        start = max(num_tokens, cached)
-        digests = digests_of(min(start, indices[2] - 1) // self._page_size if self._caching else 0)
-        found, slots, firsts = list[Pages](), list[Slots](), list[int]()
+        found, slots, spans = list[Pages](), list[Slots](), list[tuple[int, int, int]]()
         for group, tables in self.groups:
-            firsts.append(self._seen(group, start))
-            names = self._mix(tables, digests[firsts[-1] :])
+            first = self._seen(group, start)
+            names = self.every(digests[first:], tables)
             pages = self._find_each(names)
-            below = np.where(pages == NO_PAGE, host(names.reshape(-1, names.shape[2])).reshape(pages.shape), NO_PAGE)
+            below = np.where(
+                pages == NO_PAGE, tier.slots(names.reshape(-1, names.shape[2])).reshape(pages.shape), NO_PAGE
+            )
             missing = (pages == below).any(axis=0).nonzero()[0]  # two items are equal only if both are `NO_PAGE`
-            end = missing[0] if missing.size else pages.shape[1]
+            end = missing.item(0) if missing.size else pages.shape[1]
             found.append(pages[:, :end])
             slots.append(below[:, :end][pages[:, :end] == NO_PAGE])
-        ends_found = [now + pages.shape[1] for now, pages in zip(firsts, found, strict=True)]
-        until = [-(-length // self._page_size)] * len(firsts)
-        return self._planned(row, tuple(found), ends_found, firsts, until)._replace(
-            start=cached,
-            active=chunk_end(indices, cached),
-            cached=cached,
-            slots=np.concatenate(slots),
-            reached=here.reached,
-        )
+            spans.append((first, first + end, -(-length // self._page_size)))
+        # No page of the tokens before column `here.end` is copied, because all tables have them cached.
+        here = here._replace(pages=tuple(found), slots=np.concatenate(slots))
+        return self._planned(None, indices, here.end * self._page_size, here, spans)
 
     def _planned(
-        self, row: int | None, found: tuple[Pages, ...], ends_found: list[int], firsts: list[int], until: list[int]
+        self, row: int | None, indices: ContextIndices, start: int, here: Found, spans: list[tuple[int, int, int]]
     ) -> Reservation:
-        had = [0] * len(firsts) if row is None else self._rows.ends[:, row].tolist()
+        """Plan the reservation of a request that runs from token `start`, with the pages in `here`.
+
+        `spans` has three columns for each group: its items of `Reservation.firsts` and `Reservation.ends_found`, and
+        the column up to which the group needs pages.
+        """
+        found, (firsts, ends_found, until) = here.pages, zip(*spans, strict=True)
+        had = [0] * len(firsts) if row is None else self.rows.ends[:, row].tolist()
         ends = [*map(max, had, until)]
         new = sum(
             tables.num_tables * max(0, end - max(before, at))
@@ -227,7 +212,7 @@ class RowTables:
         gone = freed = _NO_PAGES
         if row is not None and had[0]:
             leaves = np.zeros((self.count, had[0]), np.bool_)
-            mine = self._rows.table[:, row, : had[0]].T
+            mine = self.rows.table[:, row, : had[0]].T
             for (_, tables), pages, at, now in zip(self.groups, found, ends_found, firsts, strict=True):
                 leaves[tables, :now] = True
                 own = mine.T[tables, at - pages.shape[1] : at]
@@ -241,14 +226,14 @@ class RowTables:
             for (_, tables), first, last in self._for_readers(row, found, ends_found, firsts):
                 leaves[tables, first:last] = False
             freed = mine[leaves.T]
-        taken = sum(self._pool.would_be_taken(pages[pages != NO_PAGE]) for pages in found)
-        cost = new + taken - self._pool.would_be_freed(freed)
+        taken = sum(self.pool.would_be_taken(pages[pages != NO_PAGE]) for pages in found)
+        cost = new + taken - self.pool.would_be_freed(freed)
         committed = min(map(_before_hole, found, ends_found)) if self._caching else 0
-        return Reservation(found, tuple(ends_found), tuple(firsts), tuple(ends), gone, new, committed, cost, 0, 0)
-
-    def fits(self, row: int | None, plan: Reservation, free: int) -> bool:  # noqa: ARG002 - `cost` is exact here
-        """Whether `free` free pages are enough for the plan. Always True if `plan.cost` is at most `free`."""
-        return plan.cost <= free
+        if row is not None and here.first > (own := self.rows.committed.item(row)):
+            committed = own  # the row has computed pages that are not published yet
+        cached, active = start if here.num_columns else 0, chunk_end(indices, start)
+        bounds = ends_found, firsts, tuple(ends)
+        return Reservation(found, *bounds, gone, new, committed, cost, start, active, cached, here.reached, here.slots)
 
     def least(self, indices: ContextIndices, length: int, start: int) -> int:
         """Returns the number of pages that the request takes if it runs from token `start` and finds no cached page."""
@@ -274,7 +259,7 @@ class RowTables:
 
         Returns the pages into which the caller must copy the host slots `plan.slots`.
         """
-        rows, pool = self._rows, self._pool
+        rows, pool = self.rows, self.pool
         parts = [
             (rows.table[tables, row, at - pages.shape[1] : at], pages)
             for (_, tables), pages, at in zip(self.groups, plan.found, plan.ends_found, strict=True)
@@ -286,10 +271,10 @@ class RowTables:
         for (_, tables), first, last in self._for_readers(row, plan.found, plan.ends_found, plan.firsts):
             self._leave_to_readers(row, tables, first, last)
         had = rows.ends[:, row].tolist()
-        for number, ((_, tables), pages, at) in enumerate(zip(self.groups, plan.found, plan.ends_found, strict=True)):
-            mine = rows.table[tables, row]
-            mine[:, rows.firsts[number, row] : plan.firsts[number]] = NO_PAGE
-            mine[:, at - pages.shape[1] : at] = np.where(pages == NO_PAGE, mine[:, at - pages.shape[1] : at], pages)
+        for (_, tables), before, now in zip(self.groups, rows.firsts[:, row].tolist(), plan.firsts, strict=True):
+            rows.table[tables, row, before:now] = NO_PAGE
+        for mine, pages in parts:
+            np.copyto(mine, pages, where=pages != NO_PAGE)
         rows.firsts[:, row] = plan.firsts
         for tell in pool.journal.left:
             tell(np.full(len(plan.leaving), row), plan.leaving)
@@ -315,56 +300,44 @@ class RowTables:
         Returns False, and changes nothing, if there are too few free pages, or if a row still runs a chunk of its
         prompt.
         """
-        state = self._rows
-        in_chunk = np.count_nonzero(state.shortest[rows] != state.num_pages[rows])
-        if in_chunk or len(rows) * self.count > self._pool.free_count:
+        state, needed = self.rows, len(rows) * self.count
+        if needed > self.pool.free_count:
             return False
-        self._slide(rows)
-        state.append(rows, self._pool.allocate(self.count * len(rows)).reshape(self.count, -1))
+        if self.in_chunks:
+            if np.count_nonzero(state.shortest[rows] != state.num_pages[rows]):
+                return False
+            self._slide(rows)
+        state.append(rows, self.pool.allocate(needed).reshape(self.count, -1))
         return True
 
-    def publish(self, rows: Ints, columns: Ints, digests: Digests, told: Ints | None) -> tuple[Pages, Digests, Ints]:
+    def publish(self, rows: Ints, columns: Ints, digests: Digests) -> tuple[Pages, Digests, Ints]:
         """Publish the full pages in `columns` of `rows`, whose tokens have the distinct `digests`.
 
-        If a page with the same content is already published, the row shares that page instead. For `told`, see
-        `_pass_to_readers`. Returns the newly published pages, and their digests. Also returns a row for each page of
-        the first table that was replaced by a shared page.
+        If a page with the same content is already published, the row shares that page instead. Returns the newly
+        published pages, and their digests. Also returns a row for each page of the first table that was replaced by a
+        shared page.
         """
-        state, index, count = self._rows, self._pool.index, len(rows)
-        where = state.places(rows, columns)
-        own = state.entries[where]
-        at = own.astype(INDEX)
-        self._numbers[at] = self._own_numbers
-        # Pages that are published already came from a lookup.
-        new = ((own != NO_PAGE) & ~index.published[at]).ravel().nonzero()[0]
-        where, own = where.ravel()[new], own.ravel()[new]
-        names = _taken(self.every(digests), new)
-        kept, shared = index.publish(own, names), _NO_ROWS
+        state = self.rows
+        where, own, names = self._unpublished(rows, columns, digests)
+        kept, shared = self.pool.index.publish(own, names), _NO_ROWS
         if kept is not own and np.count_nonzero(duplicate := kept != own):
             # First the rows get the shared pages, then the duplicates are freed. So no row ever names a free page.
-            self._pool.hold(kept[duplicate])
+            self.pool.hold(kept[duplicate])
             state.entries[where] = kept
             state.changed[rows] = True
-            of_rows, of_columns = (one[new[duplicate] % count] for one in (rows, columns))
-            self._pass_to_readers(of_rows, of_columns, own[duplicate], told)
-            self._pool.release(own[duplicate])
-            shared = of_rows[new[duplicate] < count]
-            own, names = own[~duplicate], names[~duplicate]
-            new = new[~duplicate]
-        for tell in self._pool.journal.followed:
-            first = new[new < count]
-            before = np.where(columns[first] > 0, state.table[0, rows[first], columns[first] - 1], NO_PAGE)
+            replaced = where[duplicate]
+            of_rows, of_columns = np.divmod(replaced % state.table_size, state.width)
+            if self._leases.of_row:
+                for at in zip(of_rows.tolist(), of_columns.tolist(), own[duplicate][:, None], strict=True):
+                    self._leases.replace(*at)
+            self.pool.release(own[duplicate])
+            shared = of_rows[replaced < state.table_size]
+            where, own, names = where[~duplicate], own[~duplicate], names[~duplicate]
+        for tell in self.pool.journal.followed:
+            first = where[where < state.table_size]
+            before = np.where(first % state.width > 0, state.entries[first - 1], NO_PAGE)
             tell(own[: len(first)], before)
         return own, names, shared
-
-    def _pass_to_readers(self, rows: Ints, columns: Ints, pages: Pages, told: Ints | None) -> None:
-        """Let the leases of `rows` take over `pages`, which the rows are about to replace.
-
-        `told[row]` is the number of tokens whose pages readers may know. `told` is None if there are no leases.
-        """
-        if told is not None:
-            for row, column, page in zip(rows.tolist(), columns.tolist(), pages[:, None], strict=True):
-                self._leases.replace(row, column, page, int(told[row]))
 
     def fork(self, parent: int, row: int, full: int, end: int) -> list[tuple[int, int]]:
         """Let `row` share the first `full` pages of row `parent`, and allocate pages for its columns `full` to `end`.
@@ -372,11 +345,11 @@ class RowTables:
         Returns a pair for each table: the parent's page in column `full`, and the page of `row` in that column. The
         caller must copy the parent's page to the page of `row`.
         """
-        rows, table = self._rows, self._rows.table
+        rows, table = self.rows, self.rows.table
         shared = table[:, parent, :full]
-        self._pool.hold(shared[shared != NO_PAGE])
+        self.pool.hold(shared[shared != NO_PAGE])
         table[:, row, :full] = shared
-        table[:, row, full:end] = self._pool.allocate(self.count * (end - full)).reshape(self.count, -1)
+        table[:, row, full:end] = self.pool.allocate(self.count * (end - full)).reshape(self.count, -1)
         rows.firsts[:, row], rows.ends[:, row] = rows.firsts[:, parent], end
         rows.changed[row] = True
         rows.measure(row)
@@ -392,9 +365,9 @@ class RowTables:
         """
         end, named = -(-tokens // self._page_size), list[tuple[int, ...]]()
         for number, (group, tables) in enumerate(self.groups):
-            begin = max(first, int(self._rows.firsts[number, row]), self._seen(group, tokens))
+            begin = max(first, int(self.rows.firsts[number, row]), self._seen(group, tokens))
             begin = begin if windows or group.keeps_all else end
-            named += [tuple(pages) for pages in self._rows.table[tables, row, begin:end].tolist()]
+            named += [tuple(pages) for pages in self.rows.table[tables, row, begin:end].tolist()]
         return tuple(named)
 
     def by_table(self, of_groups: Sequence[int]) -> list[int]:
@@ -407,17 +380,17 @@ class RowTables:
         `digests` are the digests of the published columns. The result is two arrays: the column of each page, and the
         page. The result has only cached pages, and each page once.
         """
-        wanted = self._rows.table[:, row, : len(digests)] != NO_PAGE
+        wanted = self.rows.table[:, row, : len(digests)] != NO_PAGE
         for group, tables in self.groups:
             for end in ends:
                 wanted[tables, self._seen(group, end * self._page_size) : end] = True
-        pages = np.where(wanted, self._find(slice(None), digests), NO_PAGE)
+        pages = np.where(wanted, self.pages_of(digests), NO_PAGE)
         at = pages.nonzero()
         return at[1], pages[at]
 
     def width(self) -> float:
         """The number of published pages in all tables, divided by the number in the first table."""
-        published = self._pool.index.published
+        published = self.pool.index.published
         every = np.count_nonzero(published)
         first = every - np.count_nonzero(published & (self._numbers != 0))
         return every / first if first else float(self.count)
@@ -428,33 +401,33 @@ class RowTables:
         If the first table keeps the pages of all tokens, its pages come first. The pages of the other tables follow,
         column by column.
         """
-        mine, kept = self._rows.table[:, row, :end], int(self.keeps_prefix)
+        mine, kept = self.rows.table[:, row, :end], int(self.keeps_prefix)
         every = np.concatenate((mine[:kept].ravel(), mine[kept:].T.ravel()))
         return every[every != NO_PAGE]
 
     def refuse_lost(self, rows: Rows, starts: Ints) -> None:
         """Raise `InvalidRequestError` if a row would run from a token that sees pages which the row has freed."""
         for number, (group, _) in enumerate(self.groups):
-            first = self._rows.firsts[number, rows]
+            first = self.rows.firsts[number, rows]
             behind = (group.first_seen(starts) // self._page_size < first).nonzero()[0]
             if behind.size:
                 at = int(behind[0])
                 raise InvalidRequestError(
-                    f"request {self._rows.request_ids[as_rows(rows)[at]]!r}: would run from token {starts[at]}, but "
+                    f"request {self.rows.request_ids[as_rows(rows)[at]]!r}: would run from token {starts[at]}, but "
                     f"the layers of kind {group.kind} ({group.window} tokens) have freed their pages before token "
                     f"{first[at] * self._page_size}: release the request and claim it again"
                 )
 
     def sees(self, row: int, start: int) -> bool:
         """Whether the row has all pages that a query at token `start` sees."""
-        rows, before = self._rows, -(-start // self._page_size)
+        rows, before = self.rows, -(-start // self._page_size)
         return int(rows.ends[-1, row]) >= before and all(
             int(rows.firsts[number, row]) <= self._seen(group, start) for number, (group, _) in enumerate(self.groups)
         )
 
     def check(self) -> None:
         """Raise `InvariantError` if a row lacks a page that it needs, or has a page that it must not have."""
-        rows = self._rows
+        rows = self.rows
         columns = np.arange(rows.table.shape[2], dtype=np.int64)
         for number, (group, tables) in enumerate(self.groups):
             with_page = (columns >= rows.firsts[number][:, None]) & (columns < rows.ends[number][:, None])
@@ -468,9 +441,23 @@ class RowTables:
 
     # ---- inside
 
+    def _unpublished(self, rows: Ints, columns: Ints, digests: Digests) -> tuple[Ints, Pages, Digests]:
+        """Returns the pages for `publish` to publish, one table after another, and their digests.
+
+        The first array has the place of each page in `BlockRows.entries`.
+        """
+        where = self.rows.places(rows, columns)
+        own = self.rows.entries[where]
+        at = own.astype(INDEX)
+        self._numbers[at] = self._own_numbers
+        # Pages that are published already came from a lookup.
+        new: Ints = ((own != NO_PAGE) & ~self.pool.index.published[at]).ravel().nonzero()[0]
+        names: Digests = self.every(digests).reshape(-1, digests.shape[1]).take(new, axis=0)
+        return where.ravel()[new], own.ravel()[new], names
+
     def _slide(self, rows: Ints) -> None:
         """Free the pages that the next queries of `rows` do not see. The pages of the first row are freed first."""
-        state, published = self._rows, self._rows.committed[rows]
+        state, published = self.rows, self.rows.committed[rows]
         of_row, width = self._leases.of_row, state.width
         leased = [at for at, row in enumerate(rows.tolist()) if row in of_row] if of_row else []
         found: list[tuple[Ints, Pages]] = []  # the pages to free, and the position of each page in the order of freeing
@@ -502,9 +489,9 @@ class RowTables:
             found.append((turns.ravel(), pages))
         if found:
             turns, pages = found[0] if len(found) == 1 else map(np.concatenate, zip(*found, strict=True))
-            for tell in self._pool.journal.left:
+            for tell in self.pool.journal.left:
                 tell(rows[-(turns // (width * self.count))], pages)
-            self._pool.release_each(pages[turns.argsort()])
+            self.pool.release_each(pages[turns.argsort()])
 
     def _for_readers(
         self, row: int, found: Sequence[Pages], ends_found: Sequence[int], firsts: Sequence[int]
@@ -517,9 +504,9 @@ class RowTables:
         if row not in self._leases.of_row:
             return
         for number, (of, pages, at, now) in enumerate(zip(self.groups, found, ends_found, firsts, strict=True)):
-            last = min(int(self._rows.ends[number, row]), self._leases.last_read(row))
+            last = min(int(self.rows.ends[number, row]), self._leases.last_read(row))
             told, behind = self._told(of.group, row)
-            yield of, max(int(self._rows.firsts[number, row]), told), min(now, last, behind)
+            yield of, max(int(self.rows.firsts[number, row]), told), min(now, last, behind)
             yield of, max(at - pages.shape[1], told), min(at, last)
 
     def _told(self, group: LayerGroup, row: int) -> tuple[int, int]:
@@ -529,8 +516,8 @@ class RowTables:
 
     def _leave_to_readers(self, row: int, tables: slice, first: int, last: int) -> None:
         """Let the row's leases take over its pages in columns `first` to `last` (excluded)."""
-        for pages in self._rows.table[tables, row, first:last]:
-            self._leases.replace(row, first, pages, int(self._rows.cached[row]))
+        for pages in self.rows.table[tables, row, first:last]:
+            self._leases.replace(row, first, pages)
 
     def _seen(self, group: LayerGroup, position: int) -> int:
         """Returns the first column that a query at token `position` sees in tables of `group`."""
@@ -542,20 +529,12 @@ class RowTables:
         `digests` are the digests of the pages from column `first` on.
         """
         return tuple(
-            self._find(tables, digests[max(0, self._seen(group, end * self._page_size) - first) : end - first])
+            self.pages_of(digests[max(0, self._seen(group, end * self._page_size) - first) : end - first], tables)
             for group, tables in self.groups
         )
 
-    def _find(self, tables: slice, digests: Digests) -> Pages:
-        """Returns the published page of each digest in each of `tables`: int32 `[tables, len(digests)]`."""
-        return self._find_each(self._mix(tables, digests))
-
     def _find_each(self, mixed: Digests) -> Pages:
-        return self._pool.index.find(mixed.reshape(-1, mixed.shape[2])).reshape(mixed.shape[:2])
-
-    def _mix(self, tables: slice, digests: Digests) -> Digests:
-        """Returns the page digests in each of `tables` for tokens with `digests`: `[tables, pages, words]`."""
-        return digests ^ self._mixed[tables]
+        return self.pool.index.find(mixed.reshape(-1, mixed.shape[2])).reshape(mixed.shape[:2])
 
     def _to_hold(self, group: LayerGroup, indices: ContextIndices, length: int, start: int) -> int:
         """Returns the column after the last column that needs a page if the request runs from token `start`.
@@ -567,10 +546,6 @@ class RowTables:
             active = chunk_end(indices, start)
             length = active if active < indices[2] else length
         return -(-length // self._page_size)
-
-
-def _taken(digests: Digests, at: NDArray[np.intp]) -> Digests:
-    return digests.reshape(-1, digests.shape[2]).take(at, axis=0)
 
 
 def _before_hole(pages: Pages, end: int) -> int:
@@ -587,9 +562,6 @@ class OneTable(RowTables):
 
     is_plain = True
 
-    def nothing(self, first: int) -> Found:
-        return Found(first, first, _NONE_FOUND, first) if first else _NOTHING
-
     def find(self, first: int, digests: Digests, ends: Asked | None = None) -> Found:
         run = self.run(first, digests)
         return run if ends is None else self.shortened(run, digests, ends[: run.num_columns])
@@ -598,10 +570,6 @@ class OneTable(RowTables):
         pages = run.pages[0][: last_end(ends)]
         return Found(run.first, run.first + len(pages), (pages,), run.reached)
 
-    def whole(self, digests: Digests, most: int, ends: Asked | None = None) -> tuple[int, list[Pages]]:
-        (pages,) = self.find(0, digests[: max(0, most)], ends).pages
-        return len(pages), [pages]
-
     def plan(self, row: int | None, indices: ContextIndices, length: int, start: int, found: Found) -> Reservation:
         if found.slots.size:
             return super().plan(row, indices, length, start, found)
@@ -609,54 +577,39 @@ class OneTable(RowTables):
         needed, count = -(-length // self._page_size), end - first
         have, leaving = 0, _NO_PAGES
         if row is not None:
-            have = self._rows.num_pages.item(row)
+            have = self.rows.num_pages.item(row)
             if count and have > first:
-                leaving = self._rows.pages(row)[first:end].copy()
+                leaving = self.rows.pages(row)[first:end].copy()
         behind = max(have, end)
         new = needed - behind if needed > behind else 0
         cached, active = start if count else 0, indices[1]
         if start >= active:
             active = chunk_end(indices, start)
-        # an upper bound, because a found page that another request holds does not use up a free page
-        ends, cost = (max(needed, have),), new + count
+        ends, cost, pool = (max(needed, have),), new + count, self.pool
+        # An upper bound, because a found page that another request holds takes no free page. Nearly always it is small
+        # enough, and the exact number takes longer.
+        if cost > pool.free_count - pool.beside:
+            kept = 0 if row is None else max(0, self._leases.last_read(row) - first)
+            cost = new + pool.would_be_taken(found.pages[0]) - pool.would_be_freed(leaving[kept:])
         return Reservation(
-            found.pages, (end,), _FIRST, ends, leaving, new, end, cost, start, active, cached, found.reached
+            found.pages, (end,), (0,), ends, leaving, new, end, cost, start, active, cached, found.reached
         )
-
-    def by_table(self, of_groups: Sequence[int]) -> list[int]:
-        return [*of_groups]
-
-    def fits(self, row: int | None, plan: Reservation, free: int) -> bool:
-        if plan.slots.size:
-            return super().fits(row, plan, free)
-        (found,), (end,) = plan.found, plan.ends_found
-        if plan.cost <= free:
-            return True
-        kept = 0 if row is None else max(0, self._leases.last_read(row) - (end - len(found)))
-        freed = self._pool.would_be_freed(plan.leaving[kept:])
-        return plan.new + self._pool.would_be_taken(found) - freed <= free
-
-    def least(self, indices: ContextIndices, length: int, start: int) -> int:  # noqa: ARG002 - as above
-        return -(-length // self._page_size)
-
-    def most(self, indices: ContextIndices, length: int) -> int:
-        return self.least(indices, length, 0)
 
     def take(self, row: int, plan: Reservation) -> Pages:
         if plan.slots.size:
             return super().take(row, plan)
-        rows, pool, (found,), end = self._rows, self._pool, plan.found, plan.committed
+        rows, pool, (found,), end = self.rows, self.pool, plan.found, plan.committed
         if found.size:
             pool.hold(found)
             if plan.leaving.size:
                 if self._leases.of_row:
-                    self._leases.replace(row, end - len(found), plan.leaving, int(rows.cached[row]))
+                    self._leases.replace(row, end - len(found), plan.leaving)
                 pool.release(plan.leaving)
             rows.table[0, row, end - len(found) : end] = found
             for tell in pool.journal.found:
                 tell(found)
         new, last = plan.new, plan.ends[0]
-        if new == 1:  # the usual case; `allocate_one` takes a third of the time of `allocate`
+        if new == 1:  # a growing conversation; `allocate_one` takes a third of the time of `allocate`
             rows.table[0, row, last - 1] = pool.allocate_one()
         elif new:
             rows.table[0, row, last - new : last] = pool.allocate(new)
@@ -666,34 +619,14 @@ class OneTable(RowTables):
         return _NO_PAGES
 
     def pages(self, row: int, end: int) -> Pages:
-        return self._rows.table[0, row, :end]
+        return self.rows.table[0, row, :end]
 
     def needed(self, row: int, digests: Digests, ends: Sequence[int]) -> tuple[Ints, Pages]:  # noqa: ARG002 - an end is within the row's pages
-        return np.arange(len(digests)), self._rows.pages(row)[: len(digests)]
+        return np.arange(len(digests)), self.rows.pages(row)[: len(digests)]
 
     def width(self) -> float:
         return 1.0
 
-    def append(self, rows: Ints) -> bool:
-        if len(rows) > self._pool.free_count:
-            return False
-        self._rows.append(rows, self._pool.allocate(len(rows)))
-        return True
-
-    def publish(self, rows: Ints, columns: Ints, digests: Digests, told: Ints | None) -> tuple[Pages, Digests, Ints]:
-        table = self._rows.table[0]
-        own = table[rows, columns]
-        kept, shared = self._pool.index.publish(own, digests), _NO_ROWS
-        if kept is not own and np.count_nonzero(duplicate := kept != own):
-            # First the rows get the shared pages, then the duplicates are freed. So no row ever names a free page.
-            shared = rows[duplicate]
-            self._pool.hold(kept[duplicate])
-            table[shared, columns[duplicate]] = kept[duplicate]
-            self._rows.changed[rows] = True
-            self._pass_to_readers(shared, columns[duplicate], own[duplicate], told)
-            self._pool.release(own[duplicate])
-            own, digests = own[~duplicate], digests[~duplicate]
-            rows, columns = rows[~duplicate], columns[~duplicate]
-        for tell in self._pool.journal.followed:
-            tell(own, np.where(columns > 0, table[rows, columns - 1], NO_PAGE))
-        return own, digests, shared
+    def _unpublished(self, rows: Ints, columns: Ints, digests: Digests) -> tuple[Ints, Pages, Digests]:
+        where = rows * self.rows.width + columns
+        return where, self.rows.entries[where], digests

@@ -59,11 +59,11 @@ def full_hits(replica: Replica, context: Any, row: int | None = None, hasher: An
     return replica.tables.run(first, hasher.digests(context.tokens, first, last))
 
 
-def forgets_duplicates(replica: Replica, rows: Any, columns: Any, digests: np.ndarray, _told: Any) -> None:
+def forgets_duplicates(replica: Replica, rows: Any, columns: Any, digests: np.ndarray) -> None:
     replica.pool.index.publish(replica.rows.table[0, rows, columns], digests)
 
 
-def keeps_duplicates(replica: Replica, rows: Any, columns: Any, digests: np.ndarray, _told: Any) -> None:
+def keeps_duplicates(replica: Replica, rows: Any, columns: Any, digests: np.ndarray) -> None:
     own = replica.rows.table[0, rows, columns]
     kept = replica.pool.index.publish(own, digests)
     replica.pool.hold(kept[kept != own])
@@ -162,13 +162,12 @@ def fits_by_salt_alone(hasher: PrefixHasher, algorithm: Any, page_size: int, nam
 NEXT_DIGESTS = kvcache.replica.batch.next_digests
 
 
-def leaves_nothing_to_leases(leases: PageLeases, row: int, pages_before: Any) -> None:
-    LEAVE(leases, row, lambda row, _end: pages_before(row, 0))
+def leaves_nothing_to_leases(leases: PageLeases, row: int, pages: np.ndarray) -> None:
+    LEAVE(leases, row, pages[:0])
 
 
-def leaves_what_is_not_computed(leases: PageLeases, row: int, pages_before: Any) -> None:
-    leases._rows.committed[row] = leases._rows.num_pages[row]
-    LEAVE(leases, row, pages_before)
+def leaves_what_is_not_computed(leases: PageLeases, row: int) -> int:
+    return int(leases._rows.num_pages[row]) if row in leases.of_row else 0
 
 
 def keeps_nothing_that_was_told(_leases: PageLeases, *_: Any) -> None:
@@ -210,7 +209,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a page is found before it has arrived": (ReplicaTier, "restore", found_before_it_arrived),
     "host slots age head first": (HostTier, "touch", head_of_a_prompt_first),
     "a released request leaves its leases nothing": (PageLeases, "leave", leaves_nothing_to_leases),
-    "a released request leaves its leases too much": (PageLeases, "leave", leaves_what_is_not_computed),
+    "a released request leaves its leases too much": (PageLeases, "last_read", leaves_what_is_not_computed),
     "a page that was told is freed": (PageLeases, "replace", keeps_nothing_that_was_told),
     "an ended lease holds on": (PageLeases, "end", ends_by_forgetting),
     "the last token may be restored": (Replica, "look_up", restores_the_last_token),

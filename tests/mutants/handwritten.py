@@ -78,7 +78,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         "kvcache.replicas",
         [
             Mutation("Replicas.step_one", "self._hasher_of(0, row, context)", "replica.hasher(row, context)"),
-            Mutation("place_replicas", "slice(first, first + rows)", "slice(0, rows)"),
+            Mutation("place_replicas", "len(placed), sizes.max_seq_len", "0, sizes.max_seq_len"),
             Mutation(
                 "Replicas.__init__", "[one for one in tiers if one is not None]", "[one for one in tiers[:1] if one]"
             ),
@@ -87,7 +87,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.tables",
         [
-            Mutation("RowTables._mix", "^ self._mixed[tables]", "^ self._mixed[:1]"),
+            Mutation("RowTables.every", "^ self._mixed[tables]", "^ self._mixed[:1]"),
             Mutation("RowTables.publish", "own[~duplicate], names[~duplicate]", "own, names"),
             Mutation("RowTables.plan", "self._seen(group, start)", "self._seen(group, context.end_idx - 1)"),
         ],
@@ -135,7 +135,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         [
             Mutation("PeerCopies._bring_pages", "self.pages += len(brought)", "self.pages += wanted.pages"),
             Mutation("PeerCopies._bring_pages", "missing &= ~taken", "pass"),
-            Mutation("PeerCopies._bring_with_state", "wanted, mine.pool.beside)", "wanted)"),
+            Mutation("PeerCopies.bring", "wanted, mine.pool.beside)", "wanted)"),
         ],
     ),
     Module(
@@ -212,8 +212,12 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.devices",
         [
-            Mutation("ReplicaPageMoves.staying", "self._pages_of(row)", "self._replica.rows.pages(row)"),
-            Mutation("ReplicaPageMoves.move", '"right"', '"left"'),
+            Mutation(
+                "ReplicaPageMoves.staying",
+                "self._replica.tables.pages(row, self._replica.rows.num_pages.item(row))",
+                "self._replica.rows.pages(row)",
+            ),
+            Mutation("ReplicaPageMoves.move", "(moved != table).any(axis=(0, 2))", "False"),
         ],
     ),
     Module(

@@ -315,7 +315,7 @@ def test_after_an_interrupt_nothing_is_lost(served: Any, monkeypatch: pytest.Mon
         with pytest.raises(Ctrl):
             contents.commit_pages(pending, proof)
     else:
-        after("begin_for_nobody")
+        after("begin")
         with pytest.raises(Ctrl):
             contents.import_pages(context, 0, lent(source, 4))
     recovered = it.manager.recover()

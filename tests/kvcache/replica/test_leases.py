@@ -251,19 +251,15 @@ def test_pages_being_loaded_from_the_host_are_not_free_before_they_have_arrived(
     assert manager.num_free_blocks == 8
 
 
-@pytest.mark.parametrize("what", ["lost", "twice", "row"])
+@pytest.mark.parametrize("what", ["lost", "twice"])
 def test_check_counts_what_leases_hold(make: Any, what: str) -> None:
     manager = make(8, page_size=4, checks=False)
     computed(manager, range(9))
-    lease, other = manager.lease("r"), manager.lease("r")
-    books = manager._replicas.each[0].leases
-    if what == "row":
-        books.of_row[0].remove(other)
-    else:
-        manager.release("r")
-        held = books._held[lease]
-        held.append(held[0]) if what == "twice" else held.clear()
-    with pytest.raises(InvariantError, match="leases are recorded" if what == "row" else "holders, but"):
+    lease, _other = manager.lease("r"), manager.lease("r")
+    manager.release("r")
+    held = manager._replicas.each[0].leases._held[lease]
+    held.append(held[0]) if what == "twice" else held.clear()
+    with pytest.raises(InvariantError, match="holders, but"):
         manager.check()
     manager.check = lambda: None
 
@@ -457,7 +453,7 @@ class Books:
 
     def __init__(self) -> None:
         self.pool = PagePool(20, 1)
-        self.rows = BlockRows(AllRows(1, 4, 4), slice(0, 4), 64, 4, layer_tables((), 1).groups, pinned=False)
+        self.rows = BlockRows(AllRows(1, 4, 4), 0, 64, layer_tables((), 1).groups, pinned=False)
         self.leases = PageLeases(self.pool, self.rows)
 
     def claim(self, row: int, cached: int = 0) -> str:
@@ -488,8 +484,8 @@ def test_a_lease_takes_over_the_pages_computed_told_or_published_whichever_are_m
     lease, pages = books.lease(1), books.pool.allocate(5)
     books.leases.tell(1, told)
     books.rows.committed[1] = committed
-    assert books.leases.last_read(1) == -(-max(cached, told) // 4)
-    books.leases.leave(1, lambda _row, end: pages[:end])
+    assert books.leases.last_read(1) == passed
+    books.leases.leave(1, pages[:passed])
     assert books.held_by(lease) == pages[:passed].tolist()
     assert not books.leases.told.any()
     assert books.leases.last_read(1) == 0
@@ -507,12 +503,14 @@ def test_leases_keep_the_computed_or_told_pages_that_leave_their_row(cached: int
     were computed or that readers know.
     """
     books = Books()
+    books.claim(0, 64)
     books.claim(1)
     lease, pages = books.lease(1), books.pool.allocate(3)
     books.leases.tell(1, told)
-    books.leases.replace(1, 2, pages, cached)
+    books.rows.cached[1] = cached
+    books.leases.replace(1, 2, pages)
     assert books.held_by(lease) == pages[:kept].tolist()
-    books.leases.replace(0, 0, pages, 64)  # This row has no lease.
+    books.leases.replace(0, 0, pages)  # This row has no lease.
     assert books.held_by(lease) == pages[:kept].tolist()
 
 
@@ -546,7 +544,6 @@ def test_after_an_interrupt_leases_belong_to_the_rows_of_their_requests() -> Non
     books.leases.tell(0, 8)
     # The test simulates that the request of the lease was released and that another request has claimed the row.
     books.rows.request_ids[1] = "another"
-    books.leases.of_row.clear()  # An interrupt may leave this state.
     books.leases.mend(over)
     books.leases.check()
     assert books.leases.of_row == {0: [kept]}
@@ -593,8 +590,10 @@ def test_a_table_is_sealed_by_each_lease_with_a_seal() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda books: books.leases._row_of.clear(), "leases are recorded with rows"),
-        (lambda books: books.leases._row_of.update(dict.fromkeys(books.leases._row_of, 2)), "leases are recorded with"),
+        (
+            lambda books: books.leases.of_row.update({2: books.leases.of_row[1]}),
+            "is recorded with row 2 of request None",
+        ),
         (lambda books: books.leases.told.__setitem__(0, 4), "row 0 has no lease, but 4 of its tokens count as leased"),
         (
             lambda books: books.leases.kept.__setitem__(3, 9),

@@ -21,7 +21,7 @@ class Books:
 
     def __init__(self) -> None:
         self.pages, self.states = PagePool(8, 1), PagePool(4, 1)
-        rows = BlockRows(AllRows(1, 2, 4), slice(0, 2), 16, 4, layer_tables((), 1).groups, pinned=False)
+        rows = BlockRows(AllRows(1, 2, 4), 0, 16, layer_tables((), 1).groups, pinned=False)
         self.leases = PageLeases(self.pages, rows)
         row = rows.claim("r")
         self.row = row

@@ -16,7 +16,7 @@ from tests.kvcache.random_model.run import Model
 
 def counter() -> PromptCounter:
     """Returns the counter of four rows, none of which has a request."""
-    rows = BlockRows(AllRows(1, 4, 4), slice(0, 4), 64, 4, layer_tables((), 1).groups, pinned=False)
+    rows = BlockRows(AllRows(1, 4, 4), 0, 64, layer_tables((), 1).groups, pinned=False)
     rows.prompt[:], rows.counted[:] = -1, 0
     return PromptCounter(rows)
 
@@ -75,18 +75,17 @@ def test_tokens_that_a_step_reports_and_tokens_of_an_import_leave_the_open_promp
     count = counter()
     for row in (0, 1, 2):
         count.admit(row, 12)
-    count.computed(np.array([0]), np.array([12]))
+    count.run(np.array([0]), 0, np.array([12]))
     count.ran_elsewhere(1, 12)
     assert (count.ran, count.found, count.open) == (12, 0, {2})
-    count.forget(2)
-    assert count.open == set()
+    count.open.clear()
     count.mend()
     assert count.open == {2}
 
 
 def test_tables_are_cut_at_the_first_column_in_which_a_table_of_full_attention_has_no_page() -> None:
     groups = layer_tables((LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 6)), 3).groups
-    rows = BlockRows(AllRows(1, 2, 4), slice(0, 2), 20, 4, groups, pinned=False)
+    rows = BlockRows(AllRows(1, 2, 4), 0, 20, groups, pinned=False)
     row = rows.claim("a")
     rows.table[:, row] = [[1, 2, 3, 4, 0], [5, 6, 0, 8, 0], [0, 9, 10, 11, 0]]
     rows.table[0, 1 - row, 0] = 12  # An interrupted release has forgotten the request that had this page.
@@ -112,12 +111,12 @@ def test_a_batch_without_requests_never_needs_a_page() -> None:
 
 def test_a_row_has_no_room_for_more_tokens_than_max_seq_len_although_its_last_page_has() -> None:
     every = AllRows(1, 3, 4)
-    rows = BlockRows(every, slice(0, 3), 10, 4, layer_tables((), 1).groups, pinned=False)
+    rows = BlockRows(every, 0, 10, layer_tables((), 1).groups, pinned=False)
     rows.grow(0, 2)
     assert every.capacity.tolist() == [8, 0, 0]
     rows.grow(0, 3)
     for _ in range(3):
-        rows.append(np.array([1]), np.array([7], np.int32))
+        rows.append(np.array([1]), np.array([[7]], np.int32))
     rows.num_pages[2] = 3
     rows.measure(2)
     assert every.capacity.tolist() == [10, 10, 10]
