@@ -181,6 +181,7 @@ class ReadRates:
         self._compute_page_s = compute_page_s
         self.answer_s = 0.0  # the running average of the seconds until the store has answered which objects exist
         self.page_s = 0.0  # the running average of the seconds for each page of a read, without the time for an answer
+        self._is_measured = False  # whether a read was measured; it may have taken no longer than an answer
         self._tried = -math.inf  # the time of the last read of pages that seemed faster to compute
 
     def asked(self, seconds: float) -> None:
@@ -188,6 +189,7 @@ class ReadRates:
 
     def fetched(self, pages: int, seconds: float) -> None:
         self.page_s = _mean(self.page_s, max(0.0, seconds - self.answer_s) / pages)
+        self._is_measured = True
 
     def pays(self, pages: int, before: int, gain: int, now: float) -> bool:
         """Whether reading `pages` pages is faster than computing `gain` pages.
@@ -195,8 +197,7 @@ class ReadRates:
         `before` other pages are already being read. Returns True until the first read has been measured. Later it also
         returns True every `_TRY_S` seconds, even if reading seems slower, because the store may have become faster.
         """
-        is_measured = self.page_s > 0
-        if not is_measured or (self.answer_s + (before + pages) * self.page_s) / self._compute_page_s < gain:
+        if not self._is_measured or (self.answer_s + (before + pages) * self.page_s) / self._compute_page_s < gain:
             return True
         if now - self._tried < _TRY_S:
             return False

@@ -56,6 +56,14 @@ def test_a_read_that_does_not_pay_is_tried_once_in_thirty_seconds() -> None:
     assert made.pays(1, 0, 1, 190.0)
 
 
+def test_a_read_that_took_no_longer_than_an_answer_is_measured() -> None:
+    made = ReadRates(0.25)
+    made.asked(2.0)
+    made.fetched(4, 0.5)
+    assert [made.pays(4, 0, 4, now) for now in (100.0, 101.0)] == [True, False], "an answer takes 2 s, computing 1 s"
+    assert made.pays(9, 0, 9, 102.0)
+
+
 def test_each_measurement_counts_for_a_quarter_of_the_estimate() -> None:
     made = ReadRates(1.0)
     assert (made.answer_s, made.page_s) == (0.0, 0.0)
