@@ -428,6 +428,20 @@ def test_a_context_that_changes_its_mind_within_a_call_is_refused(
     manager.check()
 
 
+@pytest.mark.parametrize("call", ["fetch", "fetch_ahead", "step"])
+def test_a_context_that_would_run_before_its_first_token_is_refused(make: Any, call: str) -> None:
+    manager: PagedKVCacheManager = make(16, checks=False)
+    others = [running(manager, range(9), name) for name in ("a", "b")]
+    manager.external_claim("r")
+    context: Any = Fickle("start_idx", -1, 0)
+    assert manager.maybe_reserve(context)
+    context.__dict__["reads"], context.__dict__["fickle"] = 0, ("start_idx", -1, 1)
+    with pytest.raises(InvalidRequestError, match="request 'r': its start_idx is -1"):
+        getattr(manager, call)([others[0], context, others[1]])
+    manager.check()
+    manager.fetch([*others, context])
+
+
 WANTED = PageDigests(4, "sha256", bytes(64))
 
 
