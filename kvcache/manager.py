@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvcache import arguments, sizing
 from kvcache.arguments import MOST
 from kvcache.claims import Claims
-from kvcache.errors import InterruptedCallError, KVCacheError
+from kvcache.errors import InterruptedCallError, InvalidRequestError, KVCacheError
 from kvcache.layer_groups import layer_tables
 from kvcache.params import KVCacheParams, resolve_page_size
 from kvcache.recovery import Recovered, recover
@@ -416,6 +416,8 @@ class PagedKVCacheManager:
         """
         self._mark.check("lease")
         replica, replica_idx, row = self._claims.locate(request_id, "lease")
+        if not (seal is None or callable(seal)):
+            raise arguments.refusal(f"request {request_id!r}: seal", seal, "a function", InvalidRequestError)
         lease = PageLease(replica.leases, request_id, replica_idx, seal)
         with self._mark.changing("lease", lease):
             replica.grant(lease, row)

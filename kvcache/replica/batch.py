@@ -68,7 +68,7 @@ class Gathered:
         """Read the indices of every context. With `starts_only`, `actives` and `ends` are not read."""
         contexts, count = self.contexts, len(self.contexts)
         self.starts: Ints = np.fromiter([context.start_idx for context in contexts], np.int64, count)
-        if count and self.starts[at := self.starts.argmin()] < 0:  # a caller's own context may return anything
+        if count and self.starts[at := int(self.starts.argmin())] < 0:  # a caller's own context may return anything
             raise InvalidRequestError(f"request {contexts[at].request_id!r}: its start_idx is {self.starts[at]}")
         self.computed: Ints = self.starts  # while steps are in flight, `computed` is wrong until `read_computed`
         # A lower bound of the number of tokens by which every request can grow within its pages. Each update subtracts

@@ -442,6 +442,16 @@ def test_a_context_that_would_run_before_its_first_token_is_refused(make: Any, c
     manager.fetch([*others, context])
 
 
+def test_a_seal_that_is_no_function_is_refused(make: Any) -> None:
+    manager: PagedKVCacheManager = make(16, checks=False)
+    running(manager, range(9))
+    with pytest.raises(InvalidRequestError, match="request 'r': seal is 5: a function is needed"):
+        manager.lease("r", seal=5)  # type: ignore[arg-type]
+    manager.end_lease(manager.lease("r"))
+    manager.release("r")
+    manager.check()
+
+
 WANTED = PageDigests(4, "sha256", bytes(64))
 
 
