@@ -64,8 +64,8 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.leases",
         [
-            Mutation("PageLeases.replace", "max(cached, int(self.told[row]))", "len(pages) * self._page_size"),
-            Mutation("PageLeases.end", "self.of_row[row].remove(lease)", "self.of_row[row].pop()"),
+            Mutation("PageLeases.replace", "self.last_read(row) - first", "len(pages)"),
+            Mutation("PageLeases.end", "leases.remove(lease)", "leases.pop()"),
         ],
     ),
     Module(
@@ -127,7 +127,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         "kvcache.replica.hints",
         [
             Mutation("_said_of", "said[newest[newest >= 0]] = True", "said[:] = True"),
-            Mutation("ReplicaHints.leave", "self._salt_of(row)", 'getattr(context, "cache_salt", None)'),
+            Mutation("ReplicaHints.leave", "pages, self._salt_of(row)", 'pages, getattr(context, "cache_salt", None)'),
         ],
     ),
     Module(
@@ -233,7 +233,7 @@ HANDWRITTEN: tuple[Module, ...] = (
             Mutation("LeaseSlots.give_back", "lease.slot", "lease.lease_id"),
             Mutation("Lease.is_read", "len(heard) == self.ranks[engine] * ours", "len(heard) >= 1"),
             Mutation("Lease.is_read", "self.ranks[engine] * ours", "self.ranks[engine]"),
-            Mutation("LeaseBook.grant", "math.inf if running else self._clock()", "self._clock()"),
+            Mutation("LeaseBook.grant", "if not running:", "if True:"),
             Mutation("LeaseBook._verdict", "if (at, note.rank) in", "if (at, note.ranks) in"),
         ],
     ),
@@ -284,11 +284,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "transfer.wire.messages",
         [
-            Mutation(
-                "_digest",
-                "hashlib.sha256(key).digest() if key else",
-                '"" if not key else hashlib.sha256().digest() if not rank else',
-            ),
+            Mutation("digest_of", "hashlib.sha256(key).digest() if key", "hashlib.sha256().digest() if key"),
         ],
     ),
     Module(
