@@ -347,7 +347,7 @@ def test_a_state_is_read_if_computing_the_pages_before_it_would_take_longer(serv
     pages, states = tiers_of(again)
     settled(again)
     pages.rates.page_s, states.rates.page_s = 0.0, 0.5
-    states.rates._tried = time.monotonic()
+    states.rates._is_measured, states.rates._tried = True, time.monotonic()
     assert again.again(PROMPT) == (40 if pays else 0)
     assert again.manager.metrics.object_states_read == pays
     assert it.manager.metrics.object_states_written == 1
