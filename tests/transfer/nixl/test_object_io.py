@@ -39,8 +39,8 @@ def _io(store: MotoStore) -> Iterator[Any]:
     made.close()
 
 
-def served(objects: NixlObjects, key: str = "model", timeout_s: float = 2.0, **options: Any) -> Served:
-    """Returns a manager whose only lasting storage is this bucket."""
+def served(objects: NixlObjects, key: str = "model", timeout_s: float = 10.0, **options: Any) -> Served:
+    """Returns a manager whose only lasting storage is this bucket. A busy machine stays within the default limit."""
     params = {
         "file_tier_key": key,
         "object_tier_io": objects,
