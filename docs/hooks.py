@@ -20,7 +20,7 @@ _RESULT = re.compile(r"\((?:\.\./)+benchmarks/results/(\w+\.(?:png|json))\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Results lie beside the benchmarks, and are files of the site, too."""
+    """Adds the results, which are stored next to the benchmarks, to the site's files."""
     for path in sorted(RESULTS.iterdir()):
         files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
     return files
