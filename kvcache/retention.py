@@ -23,7 +23,7 @@ Times = NDArray[np.float64]
 
 LEVELS = 5
 NEUTRAL = 2  # the level of a page without a hint, which is also its code
-# The classes of times to live. Class 0 has no limit. Classes 1 to 5 hold up to 4, 16, 64, 256 and 1024 seconds. Class 6
+# The time-to-live classes. Class 0 has no limit. Classes 1 to 5 hold up to 4, 16, 64, 256 and 1024 seconds. Class 6
 # holds longer.
 _TTL_CLASSES = 7
 # The code of a page that several sessions share. Its level is neutral. A later hint cannot lower the level below

@@ -47,7 +47,7 @@ _SUBSCRIPTIONS = (b"SUBSCRIBE", b"CANCEL")
 # The length of the longest command name that the gate has to know, with its length byte. Longer names need not be read.
 _LONGEST_NAME = 10
 _READ, _PASSED = 1 << 14, 1 << 18  # in bytes: the most that one call reads from a peer, and passes on to a peer
-_FRAMES_AT_ONCE = 64  # the most frames of one peer before other peers have their turn
+_FRAMES_AT_ONCE = 64  # the maximum number of frames from one peer before other peers have their turn
 _ACCEPTS_PER_S = 500.0
 _REFILL_S = 0.002
 _IDLE_S = 3600.0  # in seconds: the longest wait for an event
@@ -61,9 +61,9 @@ class Limits:
     """Limits on the traffic of one peer and on the number of peers."""
 
     message_bytes: int
-    frames: int = 8  # the most frames of one message
-    # Frames per second of one peer. Twice as many are allowed in a burst, and ten times as many from all peers
-    # together.
+    frames: int = 8  # the maximum number of frames in one message
+    # Frames per second allowed from one peer. Twice as many are allowed in a burst, and ten times as many from all
+    # peers together.
     per_second: float = 300.0
     peers: int = 1024
     subscription_bytes: float = math.inf  # the most bytes of subscriptions on one connection

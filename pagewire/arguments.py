@@ -74,7 +74,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def number(above: int, most: int) -> Callable[[str], float]:
-    """Returns a parser of numbers above `above` and up to `most`."""
+    """Returns a parser for numbers greater than `above` and at most `most`."""
 
     def parse(text: str) -> float:
         with contextlib.suppress(ValueError):

@@ -48,7 +48,7 @@ def installed(package: str) -> bool:
 
 
 def require(needs: list[Need]) -> None:
-    """Raises `NotInstalledError` for the first need that is not met."""
+    """Raises `NotInstalledError` for the first requirement that is not met."""
     for who, extra, packages in needs:
         missing = [one for one in packages if not installed(one)]
         if missing:

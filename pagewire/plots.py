@@ -39,7 +39,7 @@ class Curve(NamedTuple):
 
 
 def pyplot() -> Any:
-    """Returns matplotlib's pyplot, for files only. Raises `MissingExtraError` if it is not installed."""
+    """Returns matplotlib's pyplot, set up to write files only. Raises `MissingExtraError` if it is not installed."""
     try:
         import matplotlib as mpl  # noqa: PLC0415 - only pictures need it
 

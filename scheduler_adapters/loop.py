@@ -128,7 +128,7 @@ class ServingLoop(Generic[PagesT_co]):
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests that wait: new ones, which hold no pages yet, and preempted ones."""
+        """The number of waiting requests: new ones, which hold no pages yet, and preempted ones."""
         return len(self._waiting)
 
     def add(self, request: Request, context: TextContext | None = None) -> None:

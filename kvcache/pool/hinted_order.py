@@ -195,7 +195,7 @@ class HintedOrder(EvictionOrder):
         return taken[0] if len(taken) == 1 else np.concatenate(taken) if taken else np.zeros(0, np.int32)
 
     def _settle(self, pages: Pages) -> None:
-        """Add `pages`, which were the oldest of `recent`, to `_older`: each page to the order of its kind of hint."""
+        """Move `pages`, which were the oldest of `recent`, to the order in `_older` for their kind of hint."""
         renewed = min(self._renewed, len(pages))
         self._renewed -= renewed
         self._since[pages] = self._places + np.maximum(0, np.arange(len(pages)) - renewed)

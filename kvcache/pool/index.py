@@ -202,7 +202,7 @@ class PrefixIndex:
                 found[hits if places is None else places[hits]] = current[hits]
                 at[hits] = NO_PAGE
             current = self._links[at]
-            left = current.nonzero()[0]  # the indices of the digests whose chains are not followed to the end yet
+            left = current.nonzero()[0]  # the indices of the digests whose chains have not been followed to the end yet
             places = left if places is None else places[left]
             current, wanted = current[left], wanted[left]
         at_end = range(len(current)) if places is None else places.tolist()

@@ -59,7 +59,7 @@ def _compiled() -> tuple[type[Any], str]:
 
 
 class _NotCompiled:
-    """Takes the place of the class `Sha256Chain` if hashlib is used. It never has instances."""
+    """Stands in for the class `Sha256Chain` if hashlib is used. Never instantiated."""
 
 
 _Chain, SHA256_BY = _compiled()

@@ -97,7 +97,7 @@ class TierThread(ThreadPoolExecutor):
 
     def __init__(self, name: str) -> None:
         super().__init__(1, f"pagewire-{name}")
-        # the jobs in the order of their start; a job stays here until the loop's thread has handled its result
+        # the jobs in the order of starting; a job stays here until the loop's thread has handled its result
         self.jobs: deque[Job] = deque()
 
 

@@ -20,7 +20,7 @@ _TREE_SHARE = 0.03  # the share of the time that may be spent on the prefix tree
 # interpreter lock
 _AT_ONCE = 512
 _PAUSE_S = 1e-4
-_MOST_CHANGED = 0.4  # if more than this share of a pool's cells have changed, a snapshot has all cells
+_MOST_CHANGED = 0.4  # if more than this share of a pool's cells have changed, a snapshot includes all cells
 
 Frames = list[NDArray[np.uint32]]
 

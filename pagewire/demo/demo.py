@@ -226,7 +226,7 @@ def _server_configs(
     positions = getattr(text_config_of(model.config), "max_position_embeddings", None)
     if positions and needed > positions:
         raise PromptsError(f"{asked}, but the model has positions for only {positions:,}")
-    # Pulled pages can be compared with checksums of the source's pages only if both sides have equal pages.
+    # Pulled pages can be compared with checksums of the source's pages only if both sides have the same page layout.
     alike = len({(side.page_size, side.tp) for side in sides}) == 1
     configs: list[ServerConfig] = []
     for side in sides:

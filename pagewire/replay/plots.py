@@ -92,7 +92,7 @@ def _percent(result: ReplayResult) -> Row:
 
 
 def draw_capacities(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draws hits against capacity for each kind of hints, and the optimum. Raises the errors of `write_plots`."""
+    """Plots hits against capacity for each kind of hint and for the optimum. Raises the errors of `write_plots`."""
     figure, ((axes,),) = plots.figure(1)
     first = [row for row in rows if row["hints"] == rows[0]["hints"]]
     lines = [plots.Curve("optimum", [(row["blocks"], row["optimum_pct"]) for row in first], "limit")]

@@ -300,7 +300,7 @@ class Frontend:
                 raise RefusedError(f"no decode process has been available for {_WAIT_S:.0f} s") from None
 
     def _forget(self, attempt: _Attempt) -> None:
-        """Forgets an attempt whose result is no longer wanted, and aborts it if it still runs."""
+        """Forgets an attempt whose result is no longer wanted, and aborts it if it is still running."""
         if self._attempts.pop(attempt.serial, None) is not None:
             self._send(attempt.name, msg.Abort(request_id=attempt.request_id, serial=attempt.serial))
         if attempt.name in self.members:

@@ -1,4 +1,4 @@
-"""Runs causal language models of Hugging Face `transformers` over our pages, through its attention interface.
+"""Runs Hugging Face `transformers` causal language models on our pages, through its attention interface.
 
 No model code is copied: the model's own layers run, and call `paged_attention_forward` to attend. Hybrid models
 (attention and recurrent layers) keep their states in state pages; see `scheduler_adapters.hf.recurrent`.

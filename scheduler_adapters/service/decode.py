@@ -112,8 +112,8 @@ class DecodeScheduler:
         self._max_open = max_open
         self._requests: dict[str, DecodeRequest] = {}
         self._unasked: dict[str, DecodeRequest] = {}  # requests not yet sent to any prefill process
-        # For each replica: the requests that wait there for free pages, in the order of their offers. Each request is
-        # stored with the number of its attempt, because an entry of an earlier attempt is void.
+        # For each replica: the requests that wait there for free pages, in the order in which they were offered. Each
+        # request is stored with the number of its attempt, because an entry from an earlier attempt is no longer valid.
         self._arrived: list[deque[tuple[DecodeRequest, int]]] = [deque() for _ in range(self._manager.num_replicas)]
         # One counter serves all requests, so that a reused request id gets new attempt numbers.
         self._attempts = itertools.count(1)

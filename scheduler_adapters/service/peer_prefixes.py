@@ -270,7 +270,7 @@ class PeerPrefixes:
         return self._go_on(fetch, "failed")
 
     def poll(self) -> list[Waiting]:
-        """Stops waiting for sources whose time is over. Returns the requests that should join the loop now."""
+        """Stops waiting for sources that have timed out. Returns the requests that should join the loop now."""
         now = self._clock()
         due = [fetch for fetch in self._open.values() if fetch.asked and now >= fetch.wait_until]
         return [waiting for fetch in due if (waiting := self._pull(fetch)) is not None]

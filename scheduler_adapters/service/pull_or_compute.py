@@ -199,7 +199,7 @@ class PullOrCompute:
         return True
 
     def splits(self, cached: int, tokens: int, rest: int, page_size: int) -> bool:
-        """Returns whether to pull the last of the `tokens` tokens while the first of them are computed.
+        """Returns whether to pull the final part of the `tokens` tokens while the first part is computed.
 
         `cached`, `tokens` and `rest` are as in `pays`.
         """

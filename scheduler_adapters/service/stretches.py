@@ -32,8 +32,8 @@ class NextPages(NamedTuple):
     """The pages to ask for.
 
     Attributes:
-        digests: digests of the pages. A source lends the longest leading part that it has.
-        tokens: the number of prompt tokens that a source may have.
+        digests: digests of the pages. A source lends the longest prefix that it has.
+        tokens: the number of prompt tokens whose pages a source might have.
     """
 
     digests: PageDigests
@@ -177,7 +177,7 @@ class FromTheEnd:
         manager: the manager whose pages are filled. It can import any part of a prompt.
         context: the context of the request. Its `start_idx` says how much of the prompt has been computed.
         replica: the replica where the pages will be cached.
-        tokens: the range of tokens that are not cached here and that a source may have.
+        tokens: the range of tokens that are not cached here, and whose pages a source might have.
         estimate: the times of pulls and computations.
         clock: a monotonic clock, in seconds.
     """

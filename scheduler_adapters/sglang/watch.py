@@ -94,7 +94,7 @@ class CachePool(WatchedPool):
         return cells
 
     def owners(self, phases: Mapping[str, str]) -> list[OwnerRow]:
-        """The requests that have a row in SGLang, and the requests that still wait for a row."""
+        """The requests that have a row in SGLang, and the requests that are still waiting for one."""
         rows = {id(req): (row + 1, len(pages)) for req, row, pages in self._rows()}
         found: list[OwnerRow] = []
         for req in self._cache.requests():

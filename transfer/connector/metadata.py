@@ -94,9 +94,9 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
         block_ids_with_errors: blocks of failed loads, in all groups. Their contents must not be used.
         times: for each successful load, if loads are timed, the time when its last fence was posted and the time when
             that fence passed.
-        unwritten: by request and group, the first token that a successful load wrote. A group is listed only if its
-            blocks also hold earlier tokens that this engine lacks and that the load did not write. The request is in
-            `received` at the same time.
+        unwritten: by request and group, where the unwritten tokens end: the first token that the load did write. A
+            group is listed only if its blocks also hold earlier tokens that this engine lacks and that the load did not
+            write. The request is in `received` at the same time.
     """
 
     offered: dict[str, str] = {}
@@ -122,10 +122,10 @@ class Progress(msgspec.Struct, kw_only=True):
             freed.
         failed: the requests whose load has failed, with the reason. They are in `received` now or later.
         block_ids_with_errors: blocks of failed loads, in all groups.
-        unwritten: by request and group, the first token that a successful load wrote. A group is listed only if its
-            blocks also hold earlier tokens that this engine lacks and that the load did not write. The request does not
-            need those tokens, but the group's blocks up to the one that holds the listed token are incomplete. Other
-            requests must therefore not find these blocks in the prefix cache.
+        unwritten: by request and group, where the unwritten tokens end: the first token that the load did write. A
+            group is listed only if its blocks also hold earlier tokens that this engine lacks and that the load did not
+            write. The request does not need those tokens, but the group's blocks up to the one that holds the listed
+            token are incomplete. Other requests must therefore not find these blocks in the prefix cache.
     """
 
     offered: set[str] = set()

@@ -1,4 +1,4 @@
-"""The pages that a pull reads and writes for each group. A source may name its pages by the blocks of its scheduler."""
+"""The pages that a pull reads and writes for each group. A source may name its scheduler's blocks in place of pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transfer.plan.intersection import Ints
 
 
 class BlocksOfGroup(NamedTuple):
-    """The tokens to read for one layer group, from a source that names its pages by the blocks of its scheduler.
+    """The tokens to read for one layer group, from a source that names its scheduler's blocks in place of pages.
 
     Attributes:
         local: the local pages that hold the tokens, in our page size.

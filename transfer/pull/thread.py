@@ -75,8 +75,8 @@ READ_SOON_S = BUSY_POLL_S / SHARE_OF_WAIT
 # In seconds: the poll interval without a lease or a pull. Only notes about ended leases, and the deaths of peers,
 # arrive then, and neither is urgent.
 IDLE_POLL_S = 0.25
-# In seconds: the poll interval without a recent lease, while pulls wait for their owner to name pages. Only time limits
-# matter then.
+# In seconds: the poll interval if there is no recent lease, and all pulls wait for their owner to name pages. Polling
+# then only has to notice expired time limits.
 AWAIT_POLL_S = 1e-2
 # In seconds: `IDLE_POLL_S` applies if there was no lease or pull for this long, and `AWAIT_POLL_S` applies if there was
 # no lease for this long. Before that, a reader may still wait for an answer from NIXL.
