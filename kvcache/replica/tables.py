@@ -59,6 +59,7 @@ class RowTables:
         self._no_pages = tuple(np.zeros((group.num_tables, 0), np.int32) for group in self.groups)
         if self.is_plain:
             self._no_pages = (_NO_PAGES,)
+        self._nothing = Found(0, 0, self._no_pages, 0)  # the result for most new prompts
         self._numbers = pool.index.tables
         self._own_numbers, self._counts = np.arange(self.count)[:, None], np.array(self.count)
 
@@ -82,7 +83,7 @@ class RowTables:
 
     def nothing(self, first: int) -> Found:
         """Returns the result of a lookup that finds no page after the `first` pages that the request already has."""
-        return Found(first, first, self._no_pages, first)
+        return Found(first, first, self._no_pages, first) if first else self._nothing
 
     def shortened(self, run: Found, digests: Digests, ends: Asked) -> Found:
         """Do the same as `find` for the columns of `run`, whose tokens have these `digests`."""
@@ -586,9 +587,9 @@ class OneTable(RowTables):
         if start >= active:
             active = chunk_end(indices, start)
         ends, cost, pool = (max(needed, have),), new + count, self.pool
-        # An upper bound, because a found page that another request holds takes no free page. Nearly always it is small
-        # enough, and the exact number takes longer.
-        if cost > pool.free_count - pool.beside:
+        # Without found pages this is exact. Otherwise it is an upper bound, because a found page that another request
+        # holds takes no free page. Nearly always it is small enough, and the exact number takes longer.
+        if count and cost > pool.free_count - pool.beside:
             kept = 0 if row is None else max(0, self._leases.last_read(row) - first)
             cost = new + pool.would_be_taken(found.pages[0]) - pool.would_be_freed(leaving[kept:])
         return Reservation(
