@@ -168,7 +168,8 @@ class Books:
         if self.lenient:
             self.orders.begin_anew(replica, seam.idle(self.manager, at))
         elif reset:
-            kept = {digest for digest, page in was.items() if page in held or page in replica.beside}
+            # The call may also have published pages whose copies had ended.
+            kept = {digest for digest, page in (was | now).items() if page in held or page in replica.beside}
             assert now.keys() == kept, "a reset must forget exactly the contents that no request holds"
             replica.order.clear()
             self.not_below |= now.keys()
