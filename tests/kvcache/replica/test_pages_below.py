@@ -177,6 +177,16 @@ def test_a_waiting_request_finds_pages_that_others_have_written_since(served: Ma
     waiting.run(context)
 
 
+def test_changes_of_the_device_and_of_a_tier_never_cancel_out_in_the_generation(served: Make) -> None:
+    it = served(22)
+    replica = it.manager._replicas.each[0]
+    before, of_device, of_tiers = replica.generation, replica.pool.index.generation, replica.tier.generation
+    it.serve(PROMPT, chunk=8)
+    more = replica.pool.index.generation - of_device, replica.tier.generation - of_tiers
+    assert min(more) > 0
+    assert replica.generation - before == sum(more)
+
+
 @pytest.mark.parametrize("groups", [WINDOW, TWO])
 def test_pages_loaded_from_lower_tiers_belong_to_their_own_table(served: Make, groups: tuple[LayerGroup, ...]) -> None:
     it = served(80, files=True, groups=groups)
