@@ -148,11 +148,11 @@ class ReplicaPageMoves(PageMoves):
         be moved while a model runs the row, or while the row has a lease, an import or an exported block table.
         """
         pool = self._replica.pool
-        by_rows = np.bincount(self._used_part().ravel(), minlength=pool.num_pages + 1)
+        by_rows = np.bincount(np.concatenate(self._pages_of_rows()), minlength=pool.num_pages + 1)
         stays = (pool.holders != by_rows) | (pool.writers > 0)
         known = np.flatnonzero(self._runs | self._told).tolist()
         for row in (*self._replica.leases.of_row, *self._replica.imports.of_row, *known):
-            stays[self._replica.tables.pages(row, self._replica.rows.num_pages.item(row))] = True
+            stays[self._pages_of(row)] = True
         stays &= (pool.holders > 0) | (pool.writers > 0)
         return stays
 
@@ -162,20 +162,30 @@ class ReplicaPageMoves(PageMoves):
         Then replace the ids of `sources` in the rows and in the prefix index.
         """
         self._copy(sources, targets)
-        index, table = self._replica.pool.index, self._used_part()
+        rows, index = self._replica.rows, self._replica.pool.index
         renamed = np.arange(self._replica.pool.num_pages + 1, dtype=np.int32)
         renamed[sources] = targets
-        moved = renamed[table]
-        self._replica.rows.changed |= (moved != table).any(axis=(0, 2))
-        table[:] = moved
+        moves = np.zeros(len(renamed), np.bool_)
+        moves[sources] = True
+        claimed = np.array([-1, *rows.row_of.values()], np.int64)
+        of_rows = self._pages_of_rows()
+        ends = np.cumsum([*map(len, of_rows)])
+        # Testing the pages of all claimed rows at once takes half as long as testing row by row. Renaming the whole
+        # table would make the slowest claims three times as slow, because most of its rows and columns have no pages.
+        found = np.flatnonzero(moves[np.concatenate(of_rows)])
+        moved: list[int] = claimed[np.unique(np.searchsorted(ends, found, "right"))].tolist()
+        for row in moved:
+            own = rows.table[:, row, : rows.num_pages[row]]
+            own[:] = renamed[own]
+        rows.changed[moved] = True
         index.tables[targets] = index.tables[sources]
         published = index.published[sources]
         index.rename(sources[published], targets[published])
 
-    def _used_part(self) -> Pages:
-        """Returns the block tables of all rows up to the last column in use, a view: int32 `[tables, rows, columns]`.
+    def _pages_of_rows(self) -> list[Pages]:
+        """Returns the pages of each claimed row. An empty array comes first, because numpy joins at least one array."""
+        return [np.zeros(0, np.int32), *map(self._pages_of, self._replica.rows.row_of.values())]
 
-        Rows and columns without pages name the null page.
-        """
-        rows = self._replica.rows
-        return rows.table[:, :, : rows.num_pages.max()]
+    def _pages_of(self, row: int) -> Pages:
+        """Returns the pages of a row in all block tables."""
+        return self._replica.tables.pages(row, self._replica.rows.num_pages.item(row))
