@@ -529,6 +529,9 @@ def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:
 def shares_at(replicas: Ints, rows: Rows, places: Ints) -> list[Share]:
     """Returns the requests at the indices `places` of the batch, as one `Share` for each replica that has any."""
     mine, own = replicas[places], rows_at(rows, places)
+    # All requests are on one replica, as is usual. Finding that out takes half the time of the general case.
+    if mine.size and np.count_nonzero(mine == mine[0]) == len(mine):
+        return [Share(mine.item(0), places, own)]
     of_each = [(replica, mine == replica) for replica in np.unique(mine).tolist()]
     return [Share(replica, places[at], own[at]) for replica, at in of_each]
 

@@ -1,7 +1,7 @@
 """A caller's own `ObjectIO` or `PageIO` as the tiers use it: each of its failures is an `OSError`.
 
-The clients of stores have errors of their own, which need not be `OSError`s. Such an error must not reach the serving
-loop in the middle of a call. The tiers count it as a failure of the store or the disk, like any `OSError`.
+A store's client may raise errors of its own, which are not `OSError`s. They must not reach the serving loop in the
+middle of a call. The tiers count them as failures of the store or the disk, like any `OSError`.
 """
 
 import contextlib
@@ -85,5 +85,5 @@ def _failing(call: str) -> Generator[None]:
 
 def _for_each(asked: Sequence[object], answers: Sequence[object]) -> list[bool]:
     if len(answers) != len(asked):
-        raise ValueError(f"{len(answers)} answers came for {len(asked)} questions")
+        raise ValueError(f"{len(answers)} answers came for {len(asked)} queries")
     return [bool(answer) for answer in answers]

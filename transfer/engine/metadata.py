@@ -30,7 +30,7 @@ class _Sent(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_f
 
 
 class TensorAgentMetadata(_Sent, frozen=True, kw_only=True, tag="agent_metadata"):
-    """What a peer needs to know about one tensor of an engine. Safe to send between processes.
+    """Describes one tensor of an engine to a peer. Safe to send between processes.
 
     Attributes:
         agent_name: name of the NIXL agent. It includes the incarnation, so it is never used twice.
@@ -46,7 +46,7 @@ class TensorAgentMetadata(_Sent, frozen=True, kw_only=True, tag="agent_metadata"
 
 
 class KVTransferEngineMetadata(_Sent, frozen=True, kw_only=True, tag="engine_metadata"):
-    """What a peer needs to know about one engine with all its replicas. Safe to send between threads and processes.
+    """Describes one engine, with all its replicas, to a peer. Safe to send between threads and processes.
 
     Attributes:
         name: name of the engine. A restarted engine may have the name of its predecessor.

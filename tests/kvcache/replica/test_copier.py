@@ -189,13 +189,19 @@ def test_the_pages_of_a_cancelled_import_are_free_once_its_copier_has_ended(make
     assert not target._replicas.each[0].imports.copiers
 
 
-def test_a_copier_that_ends_while_the_manager_needs_recovery_leaves_the_pages_to_it(make: Any) -> None:
+def released(make: Any) -> tuple[Any, Any]:
+    """Returns a manager, and the copier of an import whose request was cancelled and released."""
     _, table = prefilled(make)
     target = make(16, page_size=4)
     pending = target.import_block_table(receiver(target), table)
     copier = target.copier(pending)
     target.cancel_import(pending)
     target.release("d")
+    return target, copier
+
+
+def test_a_copier_that_ends_while_the_manager_needs_recovery_leaves_the_pages_to_it(make: Any) -> None:
+    target, copier = released(make)
     with pytest.raises(KeyboardInterrupt), target._replicas.each[0].imports._mark.changing("fetch"):
         raise KeyboardInterrupt
     copier.give_up()
@@ -214,12 +220,7 @@ def test_a_copier_that_is_interrupted_when_it_ends_is_over_and_its_pages_are_men
     def stops(*_: object) -> None:
         raise KeyboardInterrupt
 
-    _, table = prefilled(make)
-    target = make(16, page_size=4)
-    pending = target.import_block_table(receiver(target), table)
-    copier = target.copier(pending)
-    target.cancel_import(pending)
-    target.release("d")
+    target, copier = released(make)
     with monkeypatch.context() as patched:
         patched.setattr(target._replicas.each[0].imports, "_give_back", stops)
         with pytest.raises(KeyboardInterrupt):

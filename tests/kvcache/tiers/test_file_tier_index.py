@@ -156,7 +156,7 @@ def test_entries_of_evicted_files_are_used_again() -> None:
 
 
 class PlainIndex:
-    """What a `FileIndex` must answer, with plain lists: for each file its size, and the pages that are found in it."""
+    """A model of `FileIndex` made of plain lists. For each file it has the size, and the pages that are found in it."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
