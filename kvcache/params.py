@@ -22,6 +22,7 @@ from kvcache.types import MakeObjectIO, PageIO
 HashAlgorithm = Literal["sha256", "blake3", "xxh3_128"]
 PageOrder = Literal["head,layer,side,token,dim", "layer,side,head,token,dim", "layer,side,token,head,dim"]
 ScaleOf = Literal["token and head", "page and head", "page"]
+KVEventsReader = Literal["vllm", "dynamo"]
 RoutingRule = Literal["prefix", "least-loaded", "round-robin"]
 StateForm = Literal["mamba2", "gated_delta", "mamba1", "short_conv", "linear"]
 
@@ -168,6 +169,9 @@ class KVEvents:
     hwm: int = 1_000
     # A function that prepares each socket before it is bound. `Keyring.secure_server` of `transfer` turns CURVE on.
     secure: Callable[[Any], None] | None = None
+    # Whose fields the events have. Dynamo separates tenants by `cache_salt`, and ignores vLLM's `extra_keys`. vLLM's
+    # router drops a batch that has `cache_salt`. So one stream cannot serve both.
+    reader: KVEventsReader = "vllm"
 
     def __post_init__(self) -> None:
         _check_address("kv_events: endpoint", self.endpoint)
@@ -176,6 +180,7 @@ class KVEvents:
         for name in ("buffer_steps", "hwm"):
             object.__setattr__(self, name, whole(f"kv_events: {name}", getattr(self, name), 1))
         optional(_kind(Callable, "a function"))("kv_events: secure", self.secure)
+        one_of("kv_events: reader", self.reader, get_args(KVEventsReader))
 
     def addresses(self, rank: int) -> tuple[str, str | None]:
         """Returns the addresses for a rank's events and replays."""

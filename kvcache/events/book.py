@@ -26,7 +26,9 @@ from kvcache.events.wire import (
     adapter_of,
     hashes_of,
     keys_of_block,
+    specs_for,
 )
+from kvcache.params import KVEventsReader
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
 
 Ids = NDArray[np.int32]
@@ -34,7 +36,17 @@ Ids = NDArray[np.int32]
 
 _TOKENS_AN_EVENT = 1 << 14
 _SHARED = {HOST: CPU, FILES: STORAGE}
-_NOTHING: tuple[str | None, BlockKeys | None] = (None, None)
+
+
+class _Names(NamedTuple):
+    """What a block's events name besides its tokens."""
+
+    adapter: str | None = None
+    keys: BlockKeys | None = None
+    salt: str | None = None  # set only if the stream's reader knows the field
+
+
+_NOTHING = _Names()
 
 
 class Told(NamedTuple):
@@ -52,23 +64,25 @@ class EventBook:
     rank, or one block table of a shared tier.
     """
 
-    def __init__(self, ranks: int, capacity: int, page_size: int, *specs: CacheSpec) -> None:
-        self.begun_anew = functools.partial(EventBook, ranks, capacity, page_size, *specs)
+    def __init__(
+        self, ranks: int, capacity: int, page_size: int, *specs: CacheSpec, reader: KVEventsReader = "vllm"
+    ) -> None:
+        self.begun_anew = functools.partial(EventBook, ranks, capacity, page_size, *specs, reader=reader)
         # There is room for present pages, for the page that each present page continues, and for removed pages, which
         # are forgotten only when the current call ends.
         most = 4 * capacity
         self._sources = sources = ranks * len(specs)
         self._page_size = page_size
-        self._specs = specs
+        self._specs = specs_for(reader, specs)
+        self._names_salt = reader == "dynamo"
         self._index = PrefixIndex(most, 1)  # hash → content
         self._tokens = np.zeros((most + 1, page_size), np.int32)
         self._parent = np.zeros(most + 1, np.int32)
         self._depth = np.zeros(most + 1, np.int32)  # for each content, the index of its page in the prompt
         # For each content, whether its tokens and its parent are known. If not, only its hash is known.
         self._described = np.zeros(most + 1, np.bool_)
-        # For each content, the name of its adapter and its extra keys. Contents without an adapter and extra keys have
-        # no entry.
-        self._keys: dict[int, tuple[str | None, BlockKeys | None]] = {}
+        # For each content, its adapter, extra keys and salt. Contents without any of these have no entry.
+        self._keys: dict[int, _Names] = {}
         # Sources that ranks share have negative numbers. As indices, these select the last rows of the arrays by
         # source.
         self._shared = range(-len(_SHARED) * len(specs), 0)
@@ -167,7 +181,8 @@ class EventBook:
             salt, keys = hashers[which].salt, hashers[which].extra_keys or ()
             mine = owners[new] == which
             for one, depth in zip(ids[mine].tolist(), depths[new][mine].tolist(), strict=True):
-                self._keys[one] = (adapter_of(keys), keys_of_block(salt, keys, depth, self._page_size))
+                of_block = keys_of_block(salt, keys, depth, self._page_size)
+                self._keys[one] = _Names(adapter_of(keys), of_block, salt if self._names_salt else None)
         self._tell_known(ids)
 
     def _tell_known(self, ids: Ids) -> None:
@@ -310,12 +325,12 @@ class EventBook:
                     block_size=size,
                     lora_id=None,
                     medium=self._medium(source),
-                    lora_name=names[first][0],
-                    extra_keys=[keys for _, keys in names[first:last]],
+                    lora_name=names[first].adapter,
+                    extra_keys=[one.keys for one in names[first:last]],
                     group_idx=group,
                     kv_cache_spec_kind=spec.kind,
                     kv_cache_spec_sliding_window=spec.window,
-                    kv_cache_spec_attention_chunk_size=spec.chunk,
+                    cache_salt=names[first].salt,
                 )
 
     def _bare(self, source: int, ids: Ids) -> BlockStored:
@@ -328,7 +343,6 @@ class EventBook:
         if len(self._specs) > 1:  # vLLM never sends this event with several groups, so these fields are set only here
             spec = self._specs[group]
             event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = spec.kind, spec.window
-            event.kv_cache_spec_attention_chunk_size = spec.chunk
         return event
 
     def _group(self, source: int) -> int:

@@ -403,7 +403,8 @@ class EventPublisher:
         self._indexes = indexes
         self.log = EventLog()
         capacity = sum(len(each.pages.published) for each in indexes)
-        self._worker = _Worker(options, self.log, EventBook(ranks, capacity, page_size, *specs), ranks)
+        book = EventBook(ranks, capacity, page_size, *specs, reader=options.reader)
+        self._worker = _Worker(options, self.log, book, ranks)
         self.log.full = self._worker.catch_up
         for each in indexes:
             self.log.watch(each)

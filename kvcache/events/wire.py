@@ -1,8 +1,8 @@
 """KV events as vLLM 0.33 sends them: msgpack maps whose kind is under "type", in batches for each rank.
 
 The fields, their order and their defaults are the same as in vLLM's `kv_events.py`. A field that vLLM omits when it is
-None is also omitted here. The last field of `BlockStored` exists only here. Only events of chunked local attention have
-it, and readers skip fields that they do not know.
+None is also omitted here. No event has a field that its reader does not know, because vLLM's router 0.1.17 drops the
+whole batch of such an event. Therefore each stream is written for one reader (`KVEvents.reader`).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.layer_groups import LayerGroup
-from kvcache.params import KVCacheParams
+from kvcache.params import KVCacheParams, KVEventsReader
 
 Hashes = NDArray[np.uint64]
 """Hashes of pages: the low 64 bits of their digests, which are read as big-endian integers."""
@@ -25,6 +25,7 @@ of each image.
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _IDENTIFIER_BYTES = 32
+_FOLLOWED = ("full_attention", "mla_attention")
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
@@ -50,16 +51,15 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     ownership: str | None = None
     session_id: str | None = None
     lookahead_token_ids: list[list[int]] | None = None
-    # The length of a chunk of local attention, in tokens. vLLM has no such field, and its readers skip the field.
-    kv_cache_spec_attention_chunk_size: int | None = None
+    # The salt of the blocks' prompt. SGLang and Dynamo have this field, vLLM has not: only streams for Dynamo set it.
+    cache_salt: str | None = None
 
 
 class CacheSpec(NamedTuple):
     """The kind of layers whose KV a group of blocks holds, as vLLM names it."""
 
-    kind: str
+    kind: str | None  # None if the events do not name the kind
     window: int | None = None  # the length of a sliding window, in tokens
-    chunk: int | None = None  # the length of a chunk of local attention, in tokens
 
 
 def spec_of(group: LayerGroup, params: KVCacheParams) -> CacheSpec:
@@ -68,7 +68,18 @@ def spec_of(group: LayerGroup, params: KVCacheParams) -> CacheSpec:
         return CacheSpec("mla_attention" if params.is_mla else "full_attention")
     if group.kind == "window":
         return CacheSpec("sliding_window", group.window)
-    return CacheSpec("chunked_local_attention", chunk=group.window)
+    return CacheSpec("chunked_local_attention")
+
+
+def specs_for(reader: KVEventsReader, specs: Sequence[CacheSpec]) -> list[CacheSpec]:
+    """Returns the kinds that a stream for this reader names.
+
+    Dynamo 1.6.1 ignores groups of windows, chunks and states. If it is not told a kind, it follows group 0. So the
+    first group of a model without full attention is announced without its kind.
+    """
+    first, *others = specs
+    hidden = reader == "dynamo" and first.kind not in _FOLLOWED
+    return [CacheSpec(None) if hidden else first, *others]
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):

@@ -28,13 +28,6 @@ def test_bytes_are_those_of_vllms_encoder(fields: tuple[object, ...]) -> None:
         assert ours.encode(ours.EventBatch(1.5, [mine], 1)) == msgspec.msgpack.encode(batch)
 
 
-def test_vllms_decoder_skips_the_length_of_chunks_for_which_it_has_no_field() -> None:
-    fields = [7], None, [1, 2], 2, None, "GPU", None, [None], 1, "chunked_local_attention"
-    mine = ours.BlockStored(*fields, kv_cache_spec_attention_chunk_size=8)
-    read = msgspec.msgpack.decode(ours.encode(ours.EventBatch(1.5, [mine], 0)), type=theirs.KVEventBatch)
-    assert read.events == [theirs.BlockStored(*fields)]
-
-
 def test_vllms_subscriber_reads_our_stream() -> None:
     params = KVCacheParams(torch.uint8, 1, 1, enable_prefix_caching=True, page_size=4, kv_events=KVEvents(ANY, ANY))
     manager = PagedKVCacheManager(params, 4, 64, 1, ["cpu"], available_cache_memory=1 << 10)

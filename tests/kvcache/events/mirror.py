@@ -38,7 +38,7 @@ class Known:
         # For each table after the first, by its index, the pages that the events have reported.
         self.groups: dict[int, Known] = {}
         # The attention type and window of the layers, according to the events.
-        self.spec: tuple[str, int | None] | None = None
+        self.spec: tuple[str | None, int | None] | None = None
 
     def take_up(self, events: list[dict[str, Any]]) -> None:
         for event in events:
@@ -58,8 +58,7 @@ class Known:
     def store(self, event: dict[str, Any]) -> None:
         size, before, tokens = event["block_size"], event["parent_block_hash"], event["token_ids"]
         if "kv_cache_spec_kind" in event:
-            window = event.get("kv_cache_spec_sliding_window")
-            self.spec = event["kv_cache_spec_kind"], event.get("kv_cache_spec_attention_chunk_size", window)
+            self.spec = event["kv_cache_spec_kind"], event.get("kv_cache_spec_sliding_window")
         assert len(tokens) == size * len(event["block_hashes"])
         for at, block in enumerate(event["block_hashes"]):
             mine = tuple(tokens[at * size : (at + 1) * size])
@@ -100,6 +99,8 @@ class Reader(Known):
         worker = worker_of(manager)
         self._rank, self._book = rank, worker._book
         self._tables = len(manager.layer_tables.tables)
+        groups = [table.group for table in manager.layer_tables.tables]
+        self._chunk = next((group.window for group in groups if group.kind == "chunked"), 1)
         self._page_size = manager._replicas.each[rank].page_size
         self.take_up(_decoded([AllBlocksCleared(), *self._book.state(rank)]))
 
@@ -117,8 +118,9 @@ class Reader(Known):
         for group in range(self._tables):
             known = self.groups.get(group, Known()) if group else self
             kind, size = known.spec or ("", None)
-            seen = {"sliding_window": end - (size or 0) + 1, "chunked_local_attention": end - end % (size or 1)}
-            first = seen.get(kind, 0)
+            chunk = self._chunk  # events have no field for it
+            seen = {"sliding_window": end - (size or 0) + 1, "chunked_local_attention": end - end % chunk}
+            first = seen.get(kind or "", 0)
             needed = hashes[max(0, first) // self._page_size :]
             if not all(any(one in known.there.get(medium, {}) for medium in media) for one in needed):
                 return False

@@ -113,13 +113,10 @@ def test_each_block_table_is_a_group_with_its_kind_and_equal_hashes() -> None:
         mirror.check_same(manager, 0)
         told = [event for event in mirror.events if event["type"] == "BlockStored"]
         kinds = {
-            event["group_idx"]: (
-                event["kv_cache_spec_kind"],
-                event.get("kv_cache_spec_attention_chunk_size", event.get("kv_cache_spec_sliding_window")),
-            )
+            event["group_idx"]: (event["kv_cache_spec_kind"], event.get("kv_cache_spec_sliding_window"))
             for event in told
         }
-        assert kinds == {0: ("full_attention", None), 1: ("chunked_local_attention", 8), 2: ("sliding_window", 6)}
+        assert kinds == {0: ("full_attention", None), 1: ("chunked_local_attention", None), 2: ("sliding_window", 6)}
         assert len({tuple(event["block_hashes"]) for event in told}) == 1
         assert {tuple(event["token_ids"]) for event in told} == {tuple(range(28))}
         run_once(manager, [*range(100, 148)])  # This prompt first evicts pages of windows.

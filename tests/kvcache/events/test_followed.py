@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache import KVEvents, LayerGroup
+from kvcache import KVEvents, LayerGroup, TextContext
 from kvcache.events.wire import hashes_of
 from kvcache.replica.hashing import PrefixHasher
 from tests.kvcache.build import manager_of, run_once
@@ -36,7 +36,6 @@ GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6), LayerGroup("ch
 
 
 def test_dynamo_knows_only_the_first_group_and_promises_more_than_windows_keep() -> None:
-    """Dynamo also accepts events with the length of a chunk, although it does not know this field."""
     options = {"kv_events": KVEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0"), "groups": GROUPS}
     made = manager_of(90, layers=3, params=options)
     chooser, seen = random.Random(1), Counter[str]()
@@ -67,9 +66,64 @@ def test_dynamo_knows_only_the_first_group_and_promises_more_than_windows_keep()
 
     with closing(made), Mirror(made.kv_event_endpoints[0]) as mirror:
         asyncio.run(compared())
-        assert mirror.groups[1].spec == ("chunked_local_attention", 8)
+        assert mirror.groups[1].spec == ("chunked_local_attention", None)
     assert seen["compared"] == 240
     assert seen["over"] > 0
+
+
+async def counted(service: Any, tokens: list[int], salt: str | None, want: int) -> int:
+    """Returns how many blocks the service counts, as soon as it counts `want` blocks, or else after some seconds."""
+    deadline, found = time.monotonic() + program.PATIENCE_S, -1
+    while found != want and time.monotonic() < deadline:
+        answer = await service.overlap_scores({"model_name": "m", "token_ids": tokens, "cache_salt": salt})
+        found = sum(each["device_blocks"] for each in answer["workers"])
+    return found
+
+
+async def following(endpoints: tuple[str, str | None]) -> Any:
+    from dynamo.llm import SelectionService
+
+    service = SelectionService(indexer_threads=1)
+    told = {"worker_id": 1, "model_name": "m", "endpoint": "http://127.0.0.1:1", "block_size": 4}
+    await service.upsert_worker({**told, "kv_events_endpoint": endpoints[0], "replay_endpoint": endpoints[1]})
+    return service
+
+
+def test_dynamo_counts_each_tenants_blocks_from_the_stream_that_is_written_for_it() -> None:
+    """Two salts, one prompt: when the first tenant's pages are evicted, the second tenant's are still counted."""
+    events = KVEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", reader="dynamo")
+    made, prompt = manager_of(14, params={"kv_events": events}), [*range(29)]
+
+    async def compared() -> None:
+        service = await following(made.kv_event_endpoints[0])
+        run_once(made, prompt[:17], cache_salt="a")
+        for salt, want in (("a", 4), (None, 0), ("b", 0)):
+            assert await counted(service, prompt, salt, want) == want
+        run_once(made, prompt, cache_salt="b")  # 7 pages, and 4 of "a"
+        assert await counted(service, prompt, "b", 7) == 7
+        run_once(made, [*range(100, 125)])  # evicts the pages of "a"
+        there = made.admission(TextContext(prompt, 64, cache_salt="b")).cached_pages
+        gone = made.admission(TextContext(prompt, 64, cache_salt="a")).cached_pages
+        assert gone < 4 < there
+        assert await counted(service, prompt, "b", there) == there
+        assert await counted(service, prompt, "a", gone) == gone
+
+    with closing(made):
+        asyncio.run(compared())
+
+
+@pytest.mark.parametrize("kind", ["window", "chunked"])
+def test_dynamo_follows_a_model_without_full_attention(kind: Any) -> None:
+    events = KVEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", reader="dynamo")
+    made = manager_of(40, params={"kv_events": events, "groups": (LayerGroup(kind, (0,), 64),)})
+
+    async def compared() -> None:
+        service = await following(made.kv_event_endpoints[0])
+        run_once(made, [*range(33)])
+        assert await counted(service, [*range(33)], None, 8) == 8
+
+    with closing(made):
+        asyncio.run(compared())
 
 
 class Stuck:

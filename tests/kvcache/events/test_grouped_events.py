@@ -120,7 +120,7 @@ def test_the_next_process_also_reports_the_table_of_pages_in_files(tmp_path: Pat
     tables = [readers.each[0], *(readers.each[0].groups[group] for group in (1, 2))]
     assert [known.there.keys() for known in tables] == [{"STORAGE"}] * 3
     specs = [known.spec for known in tables]
-    assert specs == [("full_attention", None), ("chunked_local_attention", 8), ("sliding_window", 6)]
+    assert specs == [("full_attention", None), ("chunked_local_attention", None), ("sliding_window", 6)]
     assert run_once(manager, prompts[0]) == 28  # A page that is loaded from a lower tier is reported for its own table.
     readers.follow()
     for prompt in prompts:
