@@ -22,7 +22,7 @@ CUDA := .venvs/vllm-gpu
 CUDA_PIP := $(CUDA)/bin/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-ci test-hosts long pairs test-sglang test-vllm test-engines test-gpu kills fuzz model mutants check lint types bench bench-pull bench-peers bench-rivals figures fleet placement first-token wheel test-wheel pictures clean
+.PHONY: help demo docs test test-ci test-hosts long pairs test-sglang test-vllm test-engines test-gpu kills fuzz model mutants check lint types bench bench-pull bench-peers bench-rivals figures fleet placement first-token wheel test-wheel pictures findings clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -178,6 +178,9 @@ wheel: $(STAMP) ## build a manylinux wheel and an sdist into dist/
 
 test-wheel: wheel ## install the wheel into an empty environment and run the programs of README and Start outside the tree
 	@$(BIN)/python -m tests.wheel dist/*.whl --torch '$(TORCH)' $(CONSTRAINTS)
+
+findings: ## run what surprised us in other projects, each in an environment of its own (minutes)
+	@for one in findings/*.sh; do echo "== $$one"; bash $$one || exit 1; done
 
 pictures: $(STAMP) ## draw every command for the pages of docs/guides (ARGS="--only plan")
 	@$(BIN)/python -m tests.pagewire.pictures docs/guides $(ARGS)
