@@ -119,13 +119,13 @@ def test_a_slow_store_is_waited_for_no_longer_than_its_timeout(served: Make, kin
     settled(patient)
     store.is_not_waited_for(lambda: patient.manager.maybe_reserve(patient.claim(kind.prompt)))
     patient.manager.close()
-    again = served(params={"object_tier_timeout_s": 0.2})
+    again = served(params={"object_tier_timeout_s": 2.0})
     settled(again)
     store.may.clear()
     context = again.claim(kind.prompt)
     assert again.manager.maybe_reserve(context)
     again.manager.release(context.request_id)
-    again.fetch(kind.prompt, seconds=1.5)  # The fetch ends before the time limit of the store.
+    again.fetch(kind.prompt, seconds=10.0)  # The fetch ends before the time limit of the store.
     assert serve(again, kind.prompt) == 0
     settled(again)
     store.may.set()

@@ -243,9 +243,10 @@ def test_blocks_for_a_held_source_that_cannot_be_resolved_end_the_load(engine: A
 @pytest.mark.parametrize("computed", [0, 8, 21])
 def test_a_lease_is_renewed_while_its_reader_has_no_blocks(engine: Any, computed: int) -> None:
     pair = a_pair(computed=computed, reader=Side(tp=2))
-    source, reader = engine("p", key=b"k", timing=Timing(lease=0.3)), engine("d", side=pair.reader, key=b"k")
+    # The lease is long enough for a thread that a busy machine does not run for two seconds.
+    source, reader = engine("p", key=b"k", timing=Timing(lease=3.0)), engine("d", side=pair.reader, key=b"k")
     read = hold(reader, offer(source, pair))
-    end = time.monotonic() + 1.0
+    end = time.monotonic() + 4.0
     run_until(lambda: time.monotonic() > end, source, reader)
     assert not source.sent
     reader.scheduler.load("r", read, pair.reader_blocks, pair.num_tokens, computed)

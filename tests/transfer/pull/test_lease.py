@@ -303,7 +303,7 @@ def test_the_times_of_a_lease_are_since_its_time_began_and_to_its_deadline(clock
     clock.now += 2
     assert book.times(runs) == (2.0, 8.0)
     book.end(5, "read")
-    while not book.expire():
+    while not book.expire() and clock.now < 1000:
         clock.now += 4
         book.hear(note(6, verdict="renew"))
     # Readers may renew a lease for at most three of its durations after its clock was started.
