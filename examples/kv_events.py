@@ -23,6 +23,7 @@ class Listener:
 
     def __init__(self, endpoint: str) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context[Any].instance().socket(zmq.SUB)
+        self.socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         self.socket.connect(endpoint)
         self.socket.subscribe(b"")
         self.cached: dict[int, list[int]] = {}

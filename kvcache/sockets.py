@@ -35,6 +35,7 @@ from typing import Any, Literal, cast
 
 import zmq
 
+from kvcache.addresses import needs_ipv6
 from kvcache.arguments import shown
 from kvcache.errors import InvalidParamsError
 
@@ -519,6 +520,7 @@ class BoundSocket(zmq.Socket[bytes]):
 
         Raises `ZMQError` if the address cannot be bound.
         """
+        self.setsockopt(zmq.IPV6, int("[" in address))
         try:
             if limits is None or not address.startswith(("tcp://", "ipc://")):
                 if address.startswith("ipc://"):
@@ -573,6 +575,16 @@ def _is_free(address: str) -> bool:
     return True
 
 
+def connect(socket: "zmq.Socket[bytes]", address: str) -> None:
+    """Connect a socket to an address of either IP family.
+
+    A name that has an IPv4 address is reached over IPv4. With its IPv6 option, libzmq would try only IPv6 for such a
+    name. Raises `zmq.ZMQError` for an invalid address.
+    """
+    socket.setsockopt(zmq.IPV6, int(needs_ipv6(address)))
+    socket.connect(address)
+
+
 def keep_alive(socket: "zmq.Socket[bytes]") -> None:
     """Notice that a host has vanished, and reconnect within seconds once it is back.
 
@@ -613,7 +625,7 @@ def listening(
     context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
     socket = cast("BoundSocket", context.socket(kind, socket_class=BoundSocket))
     try:
-        for option, value in {zmq.LINGER: 0, zmq.IPV6: int("[" in address), **options}.items():
+        for option, value in {zmq.LINGER: 0, **options}.items():
             socket.setsockopt(option, value)
         keep_alive(socket)
         if secure is not None:

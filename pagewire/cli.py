@@ -18,6 +18,7 @@ from pagewire.demo.options import DemoOptions
 from pagewire.distribution import DISTRIBUTION
 from pagewire.doctor.options import DoctorOptions
 from pagewire.extras import NotInstalledError, missing_line, needs_of, require
+from pagewire.listening import listen
 from pagewire.plan.options import PlanOptions
 from pagewire.replay.options import ReplayOptions
 from pagewire.serve.options import ServeOptions
@@ -214,7 +215,7 @@ def _listen(host: str, port: int) -> socket.socket:
     Raises `OSError` if the address is taken or invalid. The message is one sentence.
     """
     try:
-        return socket.create_server((host, port))
+        return listen(host, port)
     except UnicodeError as error:  # the host is not a valid name
         raise OSError(f"HTTP cannot listen at {host}:{port}: {error}") from error
     except OSError as error:

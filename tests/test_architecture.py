@@ -22,13 +22,13 @@ MAX_FILE, MAX_FUNCTION = 700, 60  # lines
 # of the package may import them. All other files outside of rooms are the top of the package.
 VALUES = {
     "kvcache": {
-        *("arguments", "copies", "errors", "eviction_order", "families", "layer_groups", "layout"),
+        *("addresses", "arguments", "copies", "errors", "eviction_order", "families", "layer_groups", "layout"),
         *("params", "retention", "sockets", "types"),
         "under_way",
     },
     "transfer": {"errors", "failures", "memory", "spans", "stats"},
     "scheduler_adapters": {"base", "errors", "interrupts", "loop", "overlapped"},
-    "pagewire": {"arguments", "distribution", "extras", "plots", "tables", "viewer"},
+    "pagewire": {"arguments", "distribution", "extras", "listening", "plots", "tables", "viewer"},
 }
 _MANAGER = {"kvcache values", "kvcache.replica", "kvcache"}
 # For each room (a folder of a package), the rooms that it may import.

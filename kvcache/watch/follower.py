@@ -10,7 +10,7 @@ import zmq
 
 from kvcache.arguments import shown
 from kvcache.errors import WatchError
-from kvcache.sockets import keep_alive
+from kvcache.sockets import connect, keep_alive
 from kvcache.watch.messages import AskLook, Cells, Look, WatchRefusal, other_version
 
 _MOST_BYTES = 1 << 30
@@ -106,12 +106,11 @@ class WatchClient:
         self._socket = context.socket(zmq.DEALER)
         for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 4), (zmq.MAXMSGSIZE, _MOST_BYTES)):
             self._socket.setsockopt(option, value)
-        self._socket.setsockopt(zmq.IPV6, int("[" in address))
         keep_alive(self._socket)
         try:
             if secure is not None:
                 secure(self._socket)
-            self._socket.connect(address)
+            connect(self._socket, address)
         except zmq.ZMQError as error:
             self._socket.close()
             raise WatchError(f"{shown(address)} cannot be watched: {error}") from error

@@ -18,6 +18,7 @@ import uvicorn
 import zmq
 
 from pagewire.arguments import small_file, write_json
+from pagewire.listening import in_url
 from pagewire.serve.options import ServeOptions
 from scheduler_adapters.errors import AdapterError, ServiceError
 from scheduler_adapters.front.app import make_app
@@ -71,7 +72,7 @@ def run_serve(options: ServeOptions, listening: sockets.socket | None) -> int:
 
 def _check_keys(options: ServeOptions) -> None:
     """Raises `ServiceError` if an endpoint is reachable from other hosts and there are no keys."""
-    for endpoint in (f"tcp://{options.host}:0", (options.front or "").replace(":*", ":0")):
+    for endpoint in (f"tcp://{in_url(options.host)}:0", (options.front or "").replace(":*", ":0")):
         try:
             if endpoint and not (options.secret or options.keyring):
                 AllowedPeers().check(endpoint)
@@ -97,15 +98,15 @@ def _server_config(options: ServeOptions, role: Role) -> ServerConfig:
         name=options.name or f"{role}-{sockets.gethostname()}-{os.getpid()}",
         role=role,
         frontend=options.front or _front_in(options.address_file),
-        listen=f"tcp://{options.host}:*",
-        handshake=f"tcp://{options.host}:0",
+        listen=f"tcp://{in_url(options.host)}:*",
+        handshake=f"tcp://{in_url(options.host)}:0",
         keyring=str(options.keyring or ""),
         secret=options.secret or "",
         allowed_peers=tuple(filter(None, (options.allowed_peers or "").split(","))),
         ready_s=_READY_S,
         metrics=options.metrics or "",
         trace=options.trace,
-        watch=f"tcp://{options.host}:0" if options.watch else "",
+        watch=f"tcp://{in_url(options.host)}:0" if options.watch else "",
         kv_events=options.host if options.placement == "dynamo" else "",
     )
 
@@ -128,7 +129,8 @@ async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitSta
     served = ServedModel(name, load_tokenizer(options.model, vocab_size), vocab_size)
     folder = made.enter_context(closing(RunFolder()))
     context: Context = zmq.Context.instance()  # pyright: ignore[reportUnknownVariableType] -- untyped there
-    endpoint = options.front or (f"tcp://{options.host}:*" if options.what == "front" else folder.endpoint("front"))
+    own = f"tcp://{in_url(options.host)}:*" if options.what == "front" else folder.endpoint("front")
+    endpoint = options.front or own
     keyring = keys_of(str(options.keyring or ""), options.secret or "")
     router = bind_router(context, endpoint, None if endpoint.startswith("ipc:") else keyring)
     made.callback(router.close)
@@ -146,7 +148,7 @@ async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitSta
             names = [config.name for config in configs]
             await _until_there(names, fleet, frontend)
             tasks.append(asyncio.create_task(_watch(fleet)))
-            http = f"http://{options.http_host}:{listening.getsockname()[1]}"
+            http = f"http://{in_url(options.http_host)}:{listening.getsockname()[1]}"
             watch = tuple(filter(None, (member.ready.watch for member in frontend.members.values())))
             # The handlers are set before the address is published, because a signal may follow immediately.
             for number in (signal.SIGTERM, signal.SIGINT):

@@ -16,6 +16,7 @@ from textual_serve.server import Server
 
 from kvcache.errors import WatchError
 from pagewire.arguments import small_file, write_json
+from pagewire.listening import in_url, listen
 from pagewire.top.app import TopApp
 from pagewire.top.options import TopOptions
 from pagewire.top.printed import one_look, print_looks
@@ -108,8 +109,7 @@ class TokenServer(Server):
     """
 
     def __init__(self, command: str, host: str, port: int, token: str) -> None:
-        shown = f"[{host}]" if ":" in host else host
-        url = f"http://{shown}:{port}"
+        url = f"http://{in_url(host)}:{port}"
         super().__init__(command, host, port, "pagewire top", url)  # pyright: ignore[reportUnknownMemberType]
         self._token = token
 
@@ -157,7 +157,7 @@ def serve_web(options: TopOptions) -> None:
     if options.play is None:
         source_of(options).close()  # an error is reported here, instead of in each browser
     try:
-        listening = socket.create_server((options.web_host, options.web_port))
+        listening = listen(options.web_host, options.web_port)
     except OSError as error:
         raise ServiceError(f"--web cannot listen at {options.web_host}:{options.web_port}: {error.strerror}") from error
     port: int = listening.getsockname()[1]

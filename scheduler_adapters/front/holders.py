@@ -17,7 +17,7 @@ import zmq
 
 from kvcache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, hashes_of
 from kvcache.replica.hashing import PrefixHasher
-from kvcache.sockets import keep_alive
+from kvcache.sockets import connect, keep_alive
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.sockets import received
 
@@ -162,7 +162,7 @@ class _ProcessPages:
         socket.setsockopt(zmq.RCVHWM, _MOST_UNREAD)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         keep_alive(socket)
-        socket.connect(self.ready.kv_events)
+        connect(socket, self.ready.kv_events)
         return socket
 
 

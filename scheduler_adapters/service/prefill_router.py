@@ -15,6 +15,7 @@ import zmq
 from msgspec.structs import replace
 
 from kvcache.replica.context import TextContext
+from kvcache.sockets import connect
 from scheduler_adapters.base import PulledPages
 from scheduler_adapters.errors import MessageError
 from scheduler_adapters.service import messages as msg
@@ -225,7 +226,7 @@ class PrefillConnection:
         if self._keyring is not None:
             self._keyring.secure_client(socket)
         self._monitor = monitor_of(socket, zmq.EVENT_DISCONNECTED)
-        socket.connect(self.endpoint)
+        connect(socket, self.endpoint)
         self._pulse = Pulse(self._context, self.endpoint, self._keyring)
         self._socket = socket
         self.send(self._hello)

@@ -146,7 +146,7 @@ def serve_metrics(address: str, made: Sequence[FamilyCollector]) -> Generator[st
     """
     host, _, port = address.rpartition(":")
     try:
-        server, thread = start_http_server(int(port), host or "127.0.0.1", registry_of(*made))
+        server, thread = start_http_server(int(port), host.strip("[]") or "127.0.0.1", registry_of(*made))
     except (OSError, OverflowError, ValueError) as error:
         raise ServiceError(f"metrics cannot be served at {address!r} (host:port is needed): {error}") from error
     try:

@@ -135,7 +135,7 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
         group_layers=config.group_layers,
     )
     if config.kv_events:
-        at = f"tcp://{config.kv_events}:0"
+        at = f"tcp://[{config.kv_events}]:0" if ":" in config.kv_events else f"tcp://{config.kv_events}:0"
         params = dataclasses.replace(params, kv_events=KVEvents(at, at))
     devices = [config.device] * params.n_devices
     sizes = config.max_requests, config.max_seq_len

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias, TypeVar, cast
 
 import zmq
 
-from kvcache.sockets import BoundSocket, Limits, keep_alive
+from kvcache.sockets import BoundSocket, Limits, connect, keep_alive
 from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import messages as msg
 from transfer.errors import HandshakeError
@@ -70,7 +70,7 @@ def join_frontend(socket: Socket, endpoint: str, name: str, keyring: Keyring | N
     if keyring is not None and not endpoint.startswith("ipc:"):
         keyring.secure_client(socket)
     try:
-        socket.connect(endpoint)
+        connect(socket, endpoint)
     except zmq.ZMQError as error:
         raise ServiceError(f"{endpoint!r} is not the endpoint of a frontend: {error}") from error
 
@@ -102,7 +102,6 @@ class Pulse:
     def __init__(self, context: Context, endpoint: str, keyring: Keyring | None) -> None:
         self._idle = context.socket(zmq.DEALER)
         self._idle.setsockopt(zmq.LINGER, 0)
-        self._idle.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._idle.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         self._idle.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
         _follow_peers(self._idle)
@@ -110,7 +109,7 @@ class Pulse:
             keyring.secure_client(self._idle)
         self.socket = monitor_of(self._idle, zmq.EVENT_DISCONNECTED)
         try:
-            self._idle.connect(endpoint)
+            connect(self._idle, endpoint)
         except zmq.ZMQError:
             self.close()
             raise

@@ -20,6 +20,7 @@ import msgspec
 import zmq
 from msgspec import Meta
 
+from kvcache import sockets
 from scheduler_adapters.service.sockets import Pulse, Socket, bind_router, bounded_socket, monitor_of, received
 from transfer.errors import HandshakeError
 from transfer.wire.allowed_peers import AllowedPeers
@@ -100,18 +101,17 @@ def _context() -> Any:
     return zmq.Context.instance()
 
 
-def _dealer(endpoint: str, keyring: Keyring | None) -> Socket:
+def _dealer(keyring: Keyring | None) -> Socket:
     socket = bounded_socket(_context(), zmq.DEALER)
     if keyring is not None:
         keyring.secure_client(socket)
-    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
     return socket
 
 
 def connect(endpoint: str, keyring: Keyring | None) -> Socket:
     """Returns a socket that is connected to the `RoomServer` at `endpoint`."""
-    socket = _dealer(endpoint, keyring)
-    socket.connect(endpoint)
+    socket = _dealer(keyring)
+    sockets.connect(socket, endpoint)
     return socket
 
 
@@ -192,9 +192,9 @@ class RoomClient:
 
     def _connect(self, address: str) -> _PrefillSockets:
         self._allowed.check(address)
-        socket = _dealer(address, self._keyring)
+        socket = _dealer(self._keyring)
         monitor = monitor_of(socket, zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
-        socket.connect(address)
+        sockets.connect(socket, address)
         made = self._connections[address] = _PrefillSockets(socket, monitor, Pulse(_context(), address, self._keyring))
         return made
 

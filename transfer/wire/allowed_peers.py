@@ -13,7 +13,7 @@ LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
 
 _LOCAL = ("ipc://", "inproc://")
 # ZMQ accepts more forms than this, such as a source address and a semicolon before the host. The check refuses those.
-_TCP = re.compile(r"tcp://(?:\[(?P<six>[0-9a-fA-F:.%a-z]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>\d{1,5})")
+_TCP = re.compile(r"tcp://(?:\[(?P<six>[0-9a-fA-F:.]+(%[\w.-]+)?)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>\d{1,5})")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, Self, TypeAlias
 import msgspec
 import zmq
 
-from kvcache.sockets import Limits, keep_alive, listening
+from kvcache.sockets import Limits, connect, keep_alive, listening
 from transfer.errors import HandshakeError, MetadataError, TransferError
 from transfer.wire import messages as msg
 from transfer.wire.allowed_peers import AllowedPeers
@@ -342,7 +342,7 @@ class HandshakeClient:
             try:
                 if self._secure is not None:
                     self._secure(socket)
-                socket.connect(address)
+                connect(socket, address)
             except (zmq.ZMQError, TypeError, ValueError):
                 socket.close()
                 raise
