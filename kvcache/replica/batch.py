@@ -41,6 +41,7 @@ class BatchState(NamedTuple):
 
 UNKNOWN = -(1 << 62)
 _UNSIGNED = {np.dtype(f"{kind}{size}"): np.dtype(f"u{size}") for kind in "iu" for size in (4, 8)}
+_UPDATES = (TextContext.update, TextContext.update_with_future_token, TextContext.realize_future_token)
 _STEPS_KEPT = 256  # how many updates a batch keeps before it passes them to the contexts
 
 
@@ -182,6 +183,8 @@ class Batch(Gathered, Sequence[Context]):
         # The contexts of class `TextContext`. The batch advances its contexts together only if all contexts are of this
         # class.
         self._own = [context for context in contexts if isinstance(context, TextContext)]
+        # A subclass with an `update` of its own must see each token.
+        self._may_advance = 0 < len(self._own) == len(contexts) and all(map(_updates_alike, self._own))
         super().__init__(tuple(contexts), replicas, rows, places)
 
     def found_right(self, releases: int, *, unbound: bool) -> None:
@@ -222,7 +225,7 @@ class Batch(Gathered, Sequence[Context]):
         self._behind: dict[int, int] = {}
         self._updated = False
         own = self._own
-        self._together = 0 < len(own) == len(self.contexts) and bool((self.actives == self.ends).all())
+        self._together = self._may_advance and bool((self.actives == self.ends).all())
         self._read_futures()
         if self._together:
             self._longest = int(self.ends.max())
@@ -440,11 +443,13 @@ class Batch(Gathered, Sequence[Context]):
             self._hand_over()
         self._log[self._count] = tokens
         self._count += 1  # from here on each request counts as having its new token
-        self._updated = True
+        # The first update after the contexts were read ends the tokens that they ran: a whole chunk of a prompt, for
+        # example. Each later update ends one token.
+        grew_by_one, self._updated = self._updated, True
         self._longest += 1
         self._updates_left -= 1
         self.slack -= 1
-        self.due -= 1
+        self.due = self.due - 1 if grew_by_one else UNKNOWN
         self.ends += 1
         self.actives = self.ends
         self.starts = self.ends - 1
@@ -515,6 +520,12 @@ class Batch(Gathered, Sequence[Context]):
                 f"request {self.contexts[at].request_id!r}: token {array[at]} is not within 0 to 2**31 - 1"
             )
         return array
+
+
+def _updates_alike(context: TextContext) -> bool:
+    """Returns whether the class of `context` changes none of the calls that a batch makes for all of its contexts."""
+    of = type(context)
+    return (of.update, of.update_with_future_token, of.realize_future_token) == _UPDATES
 
 
 def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:

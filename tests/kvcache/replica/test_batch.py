@@ -689,3 +689,65 @@ def test_wherever_a_future_token_is_interrupted_all_requests_have_it_or_none(mak
             break
     assert outcomes[0] > 5
     assert outcomes[1] > 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_batch_publishes_what_a_list_publishes_whatever_was_computed_between_steps(make: Any, seed: int) -> None:
+    """Prompts run in chunks, then decode. Some steps are skipped, so that one step sees several updates."""
+    pairs = [make(80, page_size=4) for _ in range(2)]
+    rng = np.random.default_rng(seed)
+    lengths, moves = rng.integers(9, 60, 3).tolist(), rng.random((25, 3))
+    chunk = int(rng.integers(3, 30))
+    seen: list[list[Any]] = []
+    for of_batch, manager in enumerate(pairs):
+        contexts = [TextContext(np.arange(length) % 7 + at, 400, f"r{at}") for at, length in enumerate(lengths)]
+        for context in contexts:
+            manager.external_claim(context.request_id, 0)
+            assert manager.maybe_reserve(context)
+        group: Any = manager.batch(contexts) if of_batch else contexts
+        seen.append([])
+        for takes_chunk, steps, futures in moves.tolist():
+            for context in contexts:
+                if takes_chunk < 0.8 and context.active_idx - context.start_idx > 1:
+                    context.set_token_indices(active_idx=min(context.end_idx, context.start_idx + chunk))
+            assert manager.reserve_batch(group, 1).all()
+            manager.fetch(group)
+            ahead = futures < 0.2 and all(context.active_idx == context.end_idx for context in contexts)
+            if not of_batch:
+                for context in contexts:
+                    if ahead:
+                        context.update_with_future_token()
+                        context.realize_future_token(3)
+                    else:
+                        context.update(3)
+            elif ahead:
+                group.update_with_future_tokens()
+                group.realize_future_tokens([3] * 3)
+            else:
+                group.update([3] * 3)
+            if steps < 0.7:
+                manager.step(group)
+            seen[-1].append([indices(context) for context in contexts])
+            rows = manager._replicas.each[0].rows
+            seen[-1].append((rows.committed.tolist(), rows.table.tolist(), manager.num_free_blocks))
+            index = manager._replicas.each[0].pool.index
+            seen[-1].append(index.digests_of(np.flatnonzero(index.published[1:]) + 1).tolist())
+    assert seen[0] == seen[1]
+
+
+def test_a_batch_calls_the_update_of_a_subclass(make: Any) -> None:
+    class Noting(TextContext):
+        noted = 0
+
+        def update(self, token: int) -> None:
+            self.noted += 1
+            super().update(token)
+
+    manager = make(20, page_size=4)
+    context = Noting(np.arange(5), 40, "a")
+    manager.external_claim("a", 0)
+    assert manager.maybe_reserve(context)
+    batch = manager.batch([context])
+    for _ in range(3):
+        batch.update([3])
+    assert context.noted == 3
