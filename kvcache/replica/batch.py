@@ -82,6 +82,12 @@ class Gathered:
             return
         self.actives: Ints = np.fromiter([context.active_idx for context in contexts], np.int64, count)
         self.ends: Ints = np.fromiter([context.current_length for context in contexts], np.int64, count)
+        if np.count_nonzero(self.starts > self.actives) or np.count_nonzero(self.actives > self.ends):
+            at = int(((self.starts > self.actives) | (self.actives > self.ends)).argmax())
+            raise InvalidRequestError(
+                f"request {contexts[at].request_id!r}: start {self.starts[at]}, active {self.actives[at]}, end "
+                f"{self.ends[at]} are not ordered within its {self.ends[at]} tokens"
+            )
 
     def read_computed(self) -> None:
         """Read how many tokens of each request are computed.

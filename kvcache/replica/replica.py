@@ -333,13 +333,15 @@ class Replica:
         """Returns the number of columns that a fork of row `parent` would have.
 
         The fork shares the parent's computed pages. Returns None if there are too few free pages. Changes nothing.
-        Raises `StatePageError` unless the parent's recurrent state covers exactly its computed tokens.
+        Raises `StatePageError` unless the parent's recurrent state covers exactly its computed tokens, and
+        `InvalidRequestError` if the parent has freed pages that the child sees.
         """
         self.refuse_pending(parent, "fork")
         for states in self.states:
             states.check_fork(parent)
         self.refuse_renamed(parent, child)
         computed = self.rows.cached.item(parent)
+        self.tables.refuse_fork(parent, computed)
         needed = -(-self.length_of(child, num_steps, computed) // self.page_size)
         new = (needed - computed // self.page_size) * self.tables.count
         return needed if new + self.pool.beside <= self.pool.free_count else None

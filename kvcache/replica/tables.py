@@ -419,6 +419,17 @@ class RowTables:
                     f"{first[at] * self._page_size}: release the request and claim it again"
                 )
 
+    def refuse_fork(self, row: int, computed: int) -> None:
+        """Raise `InvalidRequestError` if the row has freed pages that a fork after `computed` tokens sees."""
+        for number, (group, _) in enumerate(self.groups):
+            first = int(self.rows.firsts[number, row])
+            if self._seen(group, computed) < first:
+                raise InvalidRequestError(
+                    f"request {self.rows.request_ids[row]!r}: fork after {computed} computed tokens, but the layers of "
+                    f"kind {group.kind} ({group.window} tokens) have freed their pages before token "
+                    f"{first * self._page_size} for a later step: call step first"
+                )
+
     def sees(self, row: int, start: int) -> bool:
         """Whether the row has all pages that a query at token `start` sees."""
         rows, before = self.rows, -(-start // self._page_size)

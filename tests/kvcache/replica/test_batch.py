@@ -691,6 +691,23 @@ def test_wherever_a_future_token_is_interrupted_all_requests_have_it_or_none(mak
     assert outcomes[1] > 0
 
 
+def advance(group: Any, *, ahead: bool) -> None:
+    """Give each request of a list or a batch token 3. With `ahead`, the token is a future token first."""
+    if isinstance(group, Batch):
+        if ahead:
+            group.update_with_future_tokens()
+            group.realize_future_tokens([3] * len(group))
+        else:
+            group.update([3] * len(group))
+        return
+    for context in group:
+        if ahead:
+            context.update_with_future_token()
+            context.realize_future_token(3)
+        else:
+            context.update(3)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_batch_publishes_what_a_list_publishes_whatever_was_computed_between_steps(make: Any, seed: int) -> None:
     """Prompts run in chunks, then decode. Some steps are skipped, so that one step sees several updates."""
@@ -713,18 +730,7 @@ def test_a_batch_publishes_what_a_list_publishes_whatever_was_computed_between_s
             assert manager.reserve_batch(group, 1).all()
             manager.fetch(group)
             ahead = futures < 0.2 and all(context.active_idx == context.end_idx for context in contexts)
-            if not of_batch:
-                for context in contexts:
-                    if ahead:
-                        context.update_with_future_token()
-                        context.realize_future_token(3)
-                    else:
-                        context.update(3)
-            elif ahead:
-                group.update_with_future_tokens()
-                group.realize_future_tokens([3] * 3)
-            else:
-                group.update([3] * 3)
+            advance(group, ahead=ahead)
             if steps < 0.7:
                 manager.step(group)
             seen[-1].append([indices(context) for context in contexts])
@@ -751,3 +757,15 @@ def test_a_batch_calls_the_update_of_a_subclass(make: Any) -> None:
     for _ in range(3):
         batch.update([3])
     assert context.noted == 3
+
+
+def test_fetch_refuses_indices_that_are_not_ordered(make: Any) -> None:
+    manager = make(20, page_size=4)
+    inner = TextContext(np.arange(13), 40, "a")
+    manager.external_claim("a", 0)
+    context = OwnContext(inner)
+    assert manager.maybe_reserve(context)
+    context.__dict__["start_idx"] = 99  # found before `__getattr__`
+    for call in (lambda: manager.fetch([context]), lambda: manager.maybe_reserve(context)):
+        with pytest.raises(InvalidRequestError, match="'a': start 99, active 13, end 13 are not ordered"):
+            call()

@@ -8,6 +8,7 @@ import torch
 from kvcache import (
     AlreadyClaimedError,
     InvalidRequestError,
+    LayerGroup,
     NoFreeRowError,
     PagedKVCacheManager,
     TextContext,
@@ -184,3 +185,24 @@ def test_a_waiting_request_is_looked_up_again_only_if_the_index_changed(
     before = len(calls)
     manager.get_or_recommend_replica(waiting)
     assert len(calls) == before + 1
+
+
+@pytest.mark.parametrize(("kind", "caching"), [("window", True), ("window", False), ("chunked", False)])
+def test_a_fork_is_refused_where_the_parent_has_freed_pages_that_the_child_sees(
+    make: Any, kind: Any, caching: bool
+) -> None:
+    """A step is skipped, and a later reservation has already freed pages behind the window or chunk."""
+    groups = LayerGroup("full", (0,)), LayerGroup(kind, (1,), 8)
+    manager = make(80, page_size=4, layers=2, caching=caching, params={"groups": groups})
+    parent = parent_of(manager)
+    for _ in range(14):
+        assert manager.maybe_reserve(parent)
+        manager.fetch([parent])
+        parent.update(7)
+    assert manager.maybe_reserve(parent)
+    free = manager.num_free_blocks
+    with pytest.raises(InvalidRequestError, match=f"'parent': fork after 10 .* kind {kind} .* call step first"):
+        manager.fork(parent, parent.fork("child"))
+    assert manager.num_free_blocks == free
+    manager.step([parent])
+    assert manager.fork(parent, parent.fork("child"))
