@@ -54,7 +54,8 @@ def main() -> None:
             prefill.maybe_reserve(prompt)
             prompt.update(token=96)  # a model would run here; `update` keeps only the token after the last chunk
             prefill.step([prompt])
-            table, last = prefill.block_table("r", full_pages=True), end == CHUNKS[-1]
+            last = end == CHUNKS[-1]
+            table = prefill.block_table("r", full_pages=not last)  # the last table also names windows and states
             if pending is None:  # decode reserves pages for the first table
                 pending = decode.import_block_table(request, table, partial=True)
                 if pending is None:

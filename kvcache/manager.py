@@ -390,12 +390,14 @@ class PagedKVCacheManager:
     def block_table(self, request_id: RequestID, *, full_pages: bool = False, first_page: int = 0) -> BlockTable:
         """Returns the pages that the request had computed by its last `step`.
 
-        Valid while the request is claimed or leased.
+        Valid while the request is leased. Without a lease it is valid only until the request's next `maybe_reserve` or
+        `release`, because windows then free pages, and the model overwrites the recurrent state.
 
         The call does not wait for a device. If the pages are on a GPU, do not pass the table to another process before
         the model has run.
 
-        With `full_pages`, a last page that is not full is left out. The result begins with page `first_page` of the
+        With `full_pages`, the table is for a prompt that still runs: it leaves out a last page that is not full, the
+        pages of windows, and the recurrent state. Readers refuse it as the last table if these are missing. The result begins with page `first_page` of the
         prompt if the model has a single block table of full attention. Otherwise `first_page` is ignored.
         """
         self._mark.check("block_table")

@@ -33,8 +33,9 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     num_tokens: int  # the number of tokens whose KV the pages hold; the last page may be partly filled
     page_size: int  # tokens of a page
     # The page ids of each group of layers in logical order, up to the page of the last token. A group with a window may
-    # lack its first pages, because pages that no later query sees are freed. Such a group has no pages in the table
-    # while the prompt still runs.
+    # lack its first pages, because pages that no later query sees are freed. Such a group, and a recurrent state, have
+    # no pages in a table of full pages (`block_table(full_pages=True)`): the request's next chunk frees or overwrites
+    # them. A reader refuses such a table as the last one.
     groups: tuple[tuple[int, ...], ...]
     fingerprint: str  # identifies the geometry of the pages on all shards
     hash_algorithm: str = ""  # the algorithm of `digests`; empty if prefix caching is off
@@ -111,6 +112,8 @@ class ImportPart:
         table leaves out a page that no earlier table named; it contradicts an earlier table; or a page occurs twice.
         """
         if self.is_state:
+            if not pages:  # only the last table names the state
+                return self.src_pages
             new = np.array(pages, np.int32)
             return new if not len(self.src_pages) or np.array_equal(new, self.src_pages) else None
         if self.first >= num_tokens:

@@ -103,7 +103,7 @@ def check_table(
         )
     if not 0 <= table.first_page < 1 << 31:
         raise _mismatch(context, f"begins with page {shown(table.first_page)}; 0 to 2**31 - 1 are allowed")
-    _check_pages(replica, context, table)
+    _check_pages(replica, context, table, last=last)
     hasher = _check_digests(replica, context, table, hasher)
     if not last and table.num_tokens % table.page_size:
         raise _mismatch(
@@ -147,18 +147,24 @@ def _has_types(table: BlockTable) -> bool:
     return all(type(pages) is tuple and {*map(type, pages)} <= {int} for pages in table.groups)
 
 
-def _check_pages(replica: Replica, context: SafeContext, table: BlockTable) -> None:
+def _check_pages(replica: Replica, context: SafeContext, table: BlockTable, *, last: bool) -> None:
     """Raise `BlockTableMismatchError` unless the table names the pages that each of our groups of layers needs.
 
     A group with full attention needs the pages of all tokens of the table. A group with a window needs the pages of the
-    window at the end of the table.
+    window at the end of the table. Only the last table of a prompt must name the page of a recurrent state.
     """
     kinds, named = replica.tables.kinds, replica.tables.kinds_named
     beside = table.groups[len(kinds) :]
-    if len(table.groups) != len(kinds) + len(replica.states) or any(len(pages) != 1 for pages in beside):
+    if last and any(not pages for pages in beside):
+        raise _mismatch(
+            context,
+            f"names no page of the recurrent state after its {table.num_tokens} tokens, because it was made with "
+            "full_pages: the last table of a prompt is made without full_pages",
+        )
+    if len(table.groups) != len(kinds) + len(replica.states) or any(len(pages) > 1 for pages in beside):
         ours = f"{len(kinds) + 1}, the last with one state page" if replica.states else str(len(kinds))
         raise _mismatch(context, f"has {len(table.groups)} page groups; this manager has {ours}")
-    for (page,) in beside:
+    for page in chain.from_iterable(beside):
         if not 0 < page < 1 << 31:
             raise _mismatch(context, f"names state page {shown(page)}; 1 to 2**31 - 1 are allowed")
     if table.kinds != named:

@@ -238,22 +238,23 @@ class RowStates:
         self.pages.check_booked(self._name(row))
         return self.pages.held(self._name(row))
 
-    def named(self, row: int, num_tokens: int, *, full_pages: bool) -> tuple[int]:
+    def named(self, row: int, num_tokens: int, *, full_pages: bool) -> tuple[int, ...]:
         """Returns the row's state page, as the last group of a block table.
 
         While the page is leased, the state does not change. Raises `StatePageError` if drafted tokens ran without a
         `step` after them, or if the state covers another number of tokens than the table. With `full_pages`, the table
-        is for a prompt that still runs. Readers do not read the state yet, so the state need not match the table.
+        is for a prompt that still runs. It names no state, because the next chunk overwrites the state.
         """
+        if full_pages:
+            return ()
         request_id, pages = self._name(row), self.pages
-        if not full_pages:
-            pages.check_booked(request_id)
-            tokens = pages.tokens_of(request_id)
-            if tokens != num_tokens:
-                raise StatePageError(
-                    f"request {request_id!r}: its pages hold {num_tokens} tokens, but its state covers {tokens}"
-                )
-            pages.tell(request_id)
+        pages.check_booked(request_id)
+        tokens = pages.tokens_of(request_id)
+        if tokens != num_tokens:
+            raise StatePageError(
+                f"request {request_id!r}: its pages hold {num_tokens} tokens, but its state covers {tokens}"
+            )
+        pages.tell(request_id)
         self._pool.moves.told(row)
         return (pages.page_of(request_id),)
 

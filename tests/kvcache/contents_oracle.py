@@ -1,0 +1,506 @@
+"""An oracle of contents: an engine whose KV tells what it was computed from, and a comparison wherever it is read.
+
+The KV of a token is a number that depends on the weights, the salt and every token of the prefix, and on the layer,
+the side and the head. A recurrent state is such a number, too. Before each step, the engine compares everything that
+the step will see with these numbers. So it notices a page or a state of another prompt, of other weights, of another
+request's time, or one that was overwritten, whatever path brought it: a hit, a fork, a tier or a hand-over.
+
+The moves are the calls of a real engine, drawn at random. The oracle knows only the public interface. It was written
+without reading the random model (`random_model`), so that the two do not share a blind spot.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from kvcache import (
+    Batch,
+    BlockTable,
+    KVCacheError,
+    LayerGroup,
+    PagedKVCacheManager,
+    PageLease,
+    PendingImport,
+    StatePageError,
+    StateShape,
+    TextContext,
+)
+from kvcache.types import RaggedKVCacheInputs
+from tests.kvcache.build import manager_of
+
+Chain = NDArray[np.uint64]
+Ints = NDArray[np.int64]
+
+SIDES, HEADS, PAGE, SSM = 2, 2, 4, ("ssm",)
+SHAPE = StateShape(
+    layers=1,
+    heads=1,
+    head_dim=1,
+    groups=1,
+    d_state=1,
+    kernel=1,
+    conv_dtype=torch.float64,
+    ssm_dtype=torch.float64,
+    form="linear",
+)
+KINDS: dict[str, dict[str, object]] = {
+    "full": {},
+    "window": {"groups": (LayerGroup("full", (0,)), LayerGroup("window", (1,), 9))},
+    "chunked": {"groups": (LayerGroup("full", (0,)), LayerGroup("chunked", (1,), 12))},
+    "windows alone": {"groups": (LayerGroup("window", (0,), 6), LayerGroup("window", (1,), 11))},
+    "state": {"states": SHAPE},
+    "window and state": {
+        "groups": (LayerGroup("full", (0,)), LayerGroup("window", (1,), 9)),
+        "states": SHAPE,
+    },
+}
+RESETS = 0.15
+_PRIME, _OTHER = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+_SHIFT, _LOW = np.uint64(29), np.uint64((1 << 52) - 1)
+
+
+def _mixed(words: Chain) -> Chain:
+    words = (words ^ (words >> _SHIFT)) * _OTHER
+    return words ^ (words >> np.uint64(32))
+
+
+@dataclass(eq=False)
+class Request:
+    """One request of the engine, and the KV that its tokens must have."""
+
+    context: TextContext
+    weights: int  # the version of the weights when the request was last claimed
+    chain: list[int] = field(default_factory=list[int])  # a word for each token, which depends on its whole prefix
+    lease: PageLease | None = None
+
+    @property
+    def name(self) -> str:
+        return self.context.request_id
+
+    def words(self, end: int) -> Chain:
+        """Returns the words of the first `end` tokens, uint64 `[end]`."""
+        if not self.chain:
+            self.chain = [xxhash.xxh3_64_intdigest(f"{self.weights} {self.context.cache_salt}".encode())]
+        tokens = self.context.tokens
+        while len(self.chain) <= end:
+            word = np.array(
+                [self.chain[-1] ^ (int(tokens[len(self.chain) - 1]) * 0x1000193 + len(self.chain))], np.uint64
+            )
+            self.chain.append(int(_mixed(word * _PRIME + _OTHER)[0]))
+        return np.array(self.chain[1 : end + 1], np.uint64)
+
+    def claimed_with(self, weights: int) -> None:
+        self.weights, self.chain = weights, []
+        self.lease = None  # an open lease holds the pages of the earlier claim alone
+
+
+def kv_of(words: Chain, layers: Sequence[int]) -> NDArray[np.float64]:
+    """Returns the KV of tokens, float64 `[tokens, sides, layers, heads]`."""
+    of_layers = np.array(layers, np.uint64)[:, None] * np.uint64(16)
+    place = (
+        of_layers
+        + np.arange(HEADS, dtype=np.uint64)
+        + (np.arange(SIDES, dtype=np.uint64) * np.uint64(4))[:, None, None]
+    )
+    return (_mixed(words[:, None, None, None] + place * _PRIME) & _LOW).astype(np.float64)
+
+
+def state_of(words: Chain, end: int) -> float:
+    """Returns the recurrent state after `end` tokens. It is 0 before the first token."""
+    return float(int(words[end - 1]) & int(_LOW)) if end else 0.0
+
+
+class WrongContentError(AssertionError):
+    """A request would read KV that is not its own."""
+
+
+class Engine:
+    """A manager, and a loop over it that knows what each token's KV must be."""
+
+    def __init__(self, name: str, kind: str, random: Random, *, pages: int = 40, host: int = 0) -> None:
+        self.name, self.random = name, random
+        self.manager: PagedKVCacheManager = manager_of(
+            pages,
+            page_size=PAGE,
+            rows=6,
+            max_seq_len=96,
+            layers=2,
+            heads=HEADS,
+            head_dim=1,
+            dtype=torch.float64,
+            checks=False,
+            host_slots=host,
+            params=dict(KINDS[kind]),
+        )
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []  # requests that were preempted
+        self.batches: list[tuple[list[Request], Batch]] = []
+        self.leases: list[tuple[Request, PageLease]] = []
+        self.weights, self.made = 0, 0
+        self.reached: Counter[str] = Counter()
+
+    # ---- the model
+
+    def run(self, requests: Sequence[Request], inputs: Sequence[RaggedKVCacheInputs]) -> None:
+        """Compare all KV that these requests see, then write the KV of their active tokens."""
+        (entry,) = inputs
+        tables = entry.lookup_table[None] if entry.lookup_table.dim() == 2 else entry.lookup_table
+        for at, request in enumerate(requests):
+            start, active = request.context.start_idx, request.context.active_idx
+            words = request.words(active)
+            if int(entry.cache_lengths[at]) != start:
+                raise WrongContentError(f"{request.name}: fetch says {int(entry.cache_lengths[at])} cached of {start}")
+            for number, table in enumerate(self.manager.layer_tables.tables):
+                pages, seen = tables[number, at].tolist(), int(table.group.first_seen(start))
+                self._compare(request, entry.blocks, pages, np.arange(seen, start), table.layers)
+                self._write(entry.blocks, pages, start, kv_of(words[start:], table.layers))
+            for states in self.manager.states:
+                page = states.pages_at([request.name], [start])
+                if start and (held := float(states.read(0, page, SSM).flatten()[0])) != state_of(words, start):
+                    raise WrongContentError(f"{request.name}: the state after {start} tokens is {held}")
+                states.write(0, page, SSM, torch.full((1, 1, 1, 1), state_of(words, active), dtype=torch.float64))
+                states.advance(page, [active])
+            self.reached["tokens seen"] += start
+
+    def _compare(
+        self, request: Request, blocks: torch.Tensor, pages: Sequence[int], places: Ints, layers: Sequence[int]
+    ) -> None:
+        if not len(places):
+            return
+        ids = np.array(pages)[places // PAGE]
+        if not ids.all():
+            raise WrongContentError(f"{request.name}: token {places[ids == 0][0]} has no page")
+        held = blocks[ids, :, : len(layers), places % PAGE, :, 0].numpy()
+        right = kv_of(request.words(int(places[-1]) + 1)[places], layers)
+        wrong = places[(held != right).any(axis=(1, 2, 3))]
+        if len(wrong):
+            raise WrongContentError(
+                f"{request.name}: {len(wrong)} tokens of {places[0]} to {places[-1]} have another KV, first {wrong[0]}"
+            )
+
+    @staticmethod
+    def _write(blocks: torch.Tensor, pages: Sequence[int], start: int, values: NDArray[np.float64]) -> None:
+        places = np.arange(start, start + len(values))
+        ids = np.array(pages)[places // PAGE]
+        blocks[ids, :, : values.shape[2], places % PAGE, :, 0] = torch.from_numpy(values)
+
+    # ---- the calls of an engine
+
+    def claim(self, request: Request) -> bool:
+        """Claim a request and reserve its first pages. Returns whether it runs now."""
+        if not self.manager.admission(request.context).fits:
+            return False
+        self.manager.external_claim(request.name, self.manager.get_or_recommend_replica(request.context))
+        request.claimed_with(self.weights)
+        if not self.manager.maybe_reserve(request.context):
+            self.manager.release(request.name)
+            return False
+        self.reached["hits"] += request.context.start_idx > 0
+        self.running.append(request)
+        return True
+
+    def new_request(self) -> Request:
+        """Return a request whose prompt shares a prefix with many others."""
+        self.made += 1
+        stem, length = self.random.randrange(3), self.random.randrange(5, 60)
+        tokens = [(stem * 31 + place * 7) % 251 for place in range(length)]
+        tokens[self.random.randrange(length) :] = [self.random.randrange(4)]
+        salt = self.random.choice([None, None, "a"])
+        return Request(TextContext(tokens, 90, f"{self.name}-{self.made}", cache_salt=salt), self.weights)
+
+    def chunk(self, request: Request) -> None:
+        """Let only a part of the request's tokens run next, sometimes."""
+        context = request.context
+        if context.active_length > 1 and self.random.random() < 0.6:
+            context.set_token_indices(active_idx=self.random.randrange(context.start_idx + 1, context.end_idx + 1))
+
+    def chosen(self) -> tuple[list[Request], Sequence[TextContext]]:
+        """Return some running requests, as a list or as a `Batch` that lives for many steps."""
+        del self.batches[:-3]
+        if self.batches and self.random.random() < 0.6:
+            self.reached["steps of a batch"] += 1
+            return self.random.choice(self.batches)
+        some = self.random.sample(self.running, self.random.randrange(1, len(self.running) + 1))
+        contexts = [one.context for one in some]
+        if self.random.random() < 0.4:
+            batch = self.manager.batch(contexts)
+            self.batches.append((some, batch))
+            return some, batch
+        return some, contexts
+
+    def step(self, *, finish: bool = True) -> None:
+        """Run one step of some requests."""
+        if not self.running:
+            return
+        requests, contexts = self.chosen()
+        for one in [one for one in requests if one.context.end_idx >= 88]:
+            self.leave(one)
+            return
+        for one in requests:
+            self.chunk(one)
+        if not self.manager.reserve_batch(contexts).all():
+            self.leave(self.random.choice(requests), again=True)
+            return
+        if any(self._keeps_state(one) for one in requests):
+            return
+        ahead = not self.manager.states and self.random.random() < 0.3
+        flight = self.manager.fetch_ahead(contexts) if ahead else None
+        self.run(requests, self.manager.fetch(contexts) if flight is None else flight.inputs)
+        if flight is not None and self.random.random() < 0.5:
+            self.fork()
+        self._sample(contexts)
+        if self.random.random() < 0.2:  # a fork, a table or a preemption before the step is published
+            self.random.choice((self.fork, self.preempt))()
+        if finish and all(one in self.running for one in requests):
+            self.manager.step(contexts)
+            self._all_named(requests)
+        if flight is not None:
+            self.manager.end_step(flight)
+        self.reached["steps"] += 1
+
+    def _sample(self, contexts: Sequence[TextContext]) -> None:
+        """Give each request its next token."""
+        tokens = np.array([self.random.randrange(4) for _ in contexts], np.int32)
+        if isinstance(contexts, Batch):
+            contexts.update(tokens)
+        else:
+            for one, token in zip(contexts, tokens.tolist(), strict=True):
+                one.update(token)
+
+    def _keeps_state(self, request: Request) -> bool:
+        """Release a request whose lease keeps the state that the next step would overwrite."""
+        replica = self.manager.get_replica(request.context)
+        for states in self.manager.states[replica : replica + 1]:
+            try:
+                states.pages_at([request.name], [request.context.start_idx])
+            except StatePageError:
+                self.reached["states kept by a lease"] += 1
+                self.leave(request)
+                return True
+        return False
+
+    def _all_named(self, requests: Sequence[Request]) -> None:
+        """Compare the number of digests with the full pages. A reader could not find or check the others."""
+        for one in requests:
+            if one.weights != self.weights or one.lease is not None:  # a table of a leased request promises its state
+                continue
+            try:
+                table = self.manager.block_table(one.name)
+            except KVCacheError:  # another table promises more than can be kept
+                continue
+            full = table.num_tokens // PAGE
+            if table.num_tokens != one.context.computed_idx or len(table.digests) != 32 * full:
+                raise WrongContentError(
+                    f"{one.name}: {len(table.digests) // 32} of {full} full pages are published; its table covers "
+                    f"{table.num_tokens} of {one.context.computed_idx} tokens"
+                )
+
+    def fork(self) -> None:
+        """Fork a running request, whatever is in flight."""
+        if not self.running:
+            return
+        parent = self.random.choice(self.running)
+        self.made += 1
+        child = Request(parent.context.fork(f"{self.name}-{self.made}"), parent.weights, [])
+        try:
+            done = self.manager.fork(parent.context, child.context)
+        except KVCacheError:
+            self.reached["forks refused"] += 1
+            return
+        if done:
+            child.chain = parent.chain[: child.context.start_idx + 1]
+            self.running.append(child)
+            self.reached["forks"] += 1
+
+    def leave(self, request: Request, *, again: bool = False) -> None:
+        """Release a request. With `again` it waits, and is claimed again later."""
+        self.running.remove(request)
+        self.manager.release(request.name)
+        self.batches = [one for one in self.batches if request not in one[0]]
+        if again:
+            request.context.reset()
+            self.waiting.append(request)
+            self.reached["preemptions"] += 1
+
+    def preempt(self) -> None:
+        if self.running:
+            self.leave(self.random.choice(self.running), again=True)
+
+    def end(self) -> None:
+        if self.running:
+            self.leave(self.random.choice(self.running))
+
+    def admit(self) -> None:
+        """Claim a waiting or a new request."""
+        if self.waiting and self.random.random() < 0.5:
+            if self.claim(self.waiting[0]):
+                self.waiting.pop(0)
+        elif len(self.running) < 6:
+            self.claim(self.new_request())
+
+    def reset(self) -> None:
+        """Load other weights. Running requests go on with their own pages, as an engine that finishes them does."""
+        self.manager.reset_prefix_cache()
+        self.weights += 1
+        self.reached["resets"] += bool(self.running)
+
+    def lease(self) -> None:
+        """Lease a running request, and sometimes release it."""
+        free = [one for one in self.running if one.lease is None]
+        if free:
+            one = self.random.choice(free)
+            one.lease = self.manager.lease(one.name)
+            self.leases.append((one, one.lease))
+            self.reached["leases"] += 1
+
+    def end_lease(self) -> None:
+        if self.leases:
+            request, lease = self.leases.pop(self.random.randrange(len(self.leases)))
+            self.manager.end_lease(lease)
+            if request.lease is lease:
+                request.lease = None
+
+
+class HandOver:
+    """One import of a reader from a source's tables. It copies now or later, as a transfer would."""
+
+    def __init__(self, source: Engine, reader: Engine, request: Request, table: BlockTable) -> None:
+        self.source, self.reader, self.of, self.table = source, reader, request, table
+        self.request = Request(request.context.fork(f"{reader.name}-of-{request.name}-{reader.made}"), request.weights)
+        reader.made += 1
+        self.request.chain = list(request.chain)
+        self.pending: PendingImport | None = None
+
+    def begin(self) -> bool:
+        """Reserve pages. Returns False if the reader refuses the table or is full."""
+        context = self.request.context
+        context.reset()
+        if not self.table.num_tokens or len(context.tokens) <= self.table.num_tokens:
+            return False
+        if not self.reader.manager.admission(context).fits:
+            return False
+        self.reader.manager.external_claim(context.request_id, 0)
+        try:
+            self.pending = self.reader.manager.import_block_table(context, self.table)
+        except KVCacheError:
+            self.reader.reached["tables refused"] += 1
+        if self.pending is None:
+            self.reader.manager.release(context.request_id)
+        return self.pending is not None
+
+    def finish(self) -> None:
+        """Copy the bytes as they lie at the source now, and commit."""
+        pending, reader = self.pending, self.reader
+        assert pending is not None
+        copier = reader.manager.copier(pending)
+        for part, copy in zip(pending.parts, copier.take(), strict=True):
+            sources, targets = np.array(copy.src_pages), np.array(copy.dst_pages)
+            if part.is_state:
+                if len(sources):
+                    ours, theirs = reader.manager.states[0], self.source.manager.states[0]
+                    ours.write(
+                        0,
+                        torch.from_numpy(targets),
+                        ("ssm",),
+                        theirs.read(0, torch.from_numpy(sources), ("ssm",)).clone(),
+                    )
+                continue
+            places = np.arange(*copy.tokens)
+            first = copy.tokens[0] // PAGE
+            at = places // PAGE - first
+            theirs, ours = self.source.manager.device_tensors[0][0], reader.manager.device_tensors[0][0]
+            ours[targets[at], :, :, places % PAGE] = theirs[sources[at], :, :, places % PAGE]
+        reader.manager.commit_import(self.request.context, pending, copier.prove())
+        reader.running.append(self.request)
+        reader.reached["imports"] += 1
+
+
+class Pair:
+    """Two engines of one kind. The second one imports what the first one exports at any moment."""
+
+    def __init__(self, kind: str, seed: int, *, pages: int = 40, host: int = 0) -> None:
+        self.random = Random(f"{kind} {seed}")
+        self.engines = [Engine(name, kind, self.random, pages=pages, host=host) for name in ("p", "d")]
+        self.open: list[HandOver] = []
+        self.calls = 0
+
+    def hand_over(self) -> None:
+        """Export a request that runs, with or without a lease, and import it in the other engine."""
+        source, reader = self.engines
+        if not source.running or len(reader.running) + len(self.open) >= 5:
+            return
+        request = self.random.choice(source.running)
+        if request.context.computed_idx == 0 or (request.lease is None and not self.random.randrange(2)):
+            return
+        try:
+            table = source.manager.block_table(request.name, full_pages=self.random.random() < 0.5)
+        except KVCacheError:
+            source.reached["exports refused"] += 1
+            return
+        if request.weights != reader.weights:
+            return  # a transfer refuses other weights; this engine's caller does so here
+        one = HandOver(source, reader, request, table)
+        if not one.begin():
+            return
+        if request.lease is None or self.random.random() < 0.5:
+            one.finish()
+        else:  # the lease promises that the table's pages stay as they are
+            self.open.append(one)
+
+    def end_hand_over(self) -> None:
+        if self.open:
+            self.open.pop(self.random.randrange(len(self.open))).finish()
+
+    def reset(self) -> None:
+        """Load the same new weights in both engines."""
+        while self.open:
+            self.end_hand_over()
+        for engine in self.engines:
+            engine.reset()
+
+    def move(self) -> None:
+        """Make one random call."""
+        self.calls += 1
+        engine = self.random.choice(self.engines)
+        leases = {id(one.of) for one in self.open}
+        moves = [
+            (8, engine.step),
+            (1, lambda: engine.step(finish=False)),
+            (5, engine.admit),
+            (2, engine.end),
+            (1, engine.preempt),
+            (1, engine.fork),
+            (1, engine.lease),
+            (2, self.hand_over),
+            (2, self.end_hand_over),
+            (RESETS, self.reset),
+        ]
+        if not leases:
+            moves.append((1, engine.end_lease))
+        weights, calls = zip(*moves, strict=True)
+        self.random.choices(calls, weights)[0]()
+
+    def run(self, moves: int) -> Counter[str]:
+        """Make so many moves, end everything, and recount both managers. Returns how often each event was reached."""
+        for _ in range(moves):
+            self.move()
+        while self.open:
+            self.end_hand_over()
+        for engine in self.engines:
+            while engine.leases:
+                engine.end_lease()
+            while engine.running:
+                engine.end()
+            engine.manager.check()
+            if engine.manager.num_held_blocks:
+                raise WrongContentError(f"{engine.name}: {engine.manager.num_held_blocks} pages are held at the end")
+            engine.manager.close()
+        return sum((engine.reached for engine in self.engines), Counter[str]())

@@ -1,0 +1,18 @@
+"""Every token's KV is what its own prefix gives, at every fetch, hit, fork, tier copy and hand-over."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.kvcache.contents_oracle import KINDS, Pair
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_request_sees_only_its_own_kv(kind: str) -> None:
+    reached: Counter[str] = Counter()
+    for seed in range(12):
+        reached += Pair(kind, seed, host=20 * (seed % 3 == 0)).run(300)
+    events = ("hits", "forks", "imports", "leases", "resets", "preemptions", "steps of a batch")
+    assert min(reached[event] for event in events) > 0, reached
