@@ -62,7 +62,7 @@ KINDS: dict[str, dict[str, object]] = {
         "states": SHAPE,
     },
 }
-RESETS = 0.15
+RESETS = 0.0
 _PRIME, _OTHER = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 _SHIFT, _LOW = np.uint64(29), np.uint64((1 << 52) - 1)
 
