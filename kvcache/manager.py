@@ -613,11 +613,11 @@ class PagedKVCacheManager:
 
     # ---- resets, recovery and the end
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached page without a holder, in all tiers. Pages in use stay findable."""
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached page without a holder, in all tiers. Returns False if pages in use stay findable."""
         self._mark.check("reset_prefix_cache")
         with self._mark.changing("reset_prefix_cache"):
-            self._replicas.forget_idle()
+            return self._replicas.forget_idle()
 
     def _look_for_reset(self) -> None:
         if self._reset_endpoint.is_asked:

@@ -1,6 +1,7 @@
 """`Replicas`: splits a call for a batch among the replicas, and carries it out on each of them."""
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -38,6 +39,7 @@ from kvcache.tiers.tiers import Tiers, divide_tiers, page_tiers, state_tiers
 from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID
 from kvcache.under_way import UnderWay
 
+_log = logging.getLogger("pagewire")
 _FETCH, _STEP = ("fetch", None), ("step", None)
 
 
@@ -451,12 +453,19 @@ class Replicas:
             self._events.agree()
         return lost
 
-    def forget_idle(self) -> None:
-        """Forget every page without a holder."""
+    def forget_idle(self) -> bool:
+        """Forget every page without a holder. Returns False if pages in use stay findable, and logs their number."""
         for tiers in self._all_tiers:
             tiers.reset()
         for replica in self.each:
             replica.forget_idle()
+        indexes = [replica.pool.index for replica in self.each]
+        indexes += [states.pages.pool.index for states in self.states]
+        indexes += [tiers.host.pool.index for tiers in self._all_tiers]
+        left = sum(int(np.count_nonzero(index.published[1:])) for index in indexes)
+        if left:
+            _log.warning("reset_prefix_cache: %d pages in use can still be found; reset again when they are free", left)
+        return not left
 
     @property
     def host_pages(self) -> tuple[int, int]:
