@@ -28,6 +28,7 @@ from kvcache.reset_endpoint import check_endpoint, open_endpoint
 from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight, check_step
 from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID
+from kvcache.uncopied import Uncopied
 
 _CHANGES_SOMETHING = (
     *("external_claim", "release", "maybe_reserve", "reserve_batch", "fork", "fetch", "step", "lease", "end_lease"),
@@ -36,7 +37,7 @@ _CHANGES_SOMETHING = (
 )
 
 
-class PagedKVCacheManager:
+class PagedKVCacheManager(Uncopied):
     """A paged KV cache over data-parallel replicas of tensor-parallel shards.
 
     The life of a request: `external_claim`; for each step `maybe_reserve`, `fetch`, the model, `context.update`,

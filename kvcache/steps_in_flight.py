@@ -11,11 +11,12 @@ from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.pool.index import INDEX
 from kvcache.replica.devices import PlacedReplica
 from kvcache.types import RaggedKVCacheInputs
+from kvcache.uncopied import Uncopied
 
 MOST_STEPS = 2
 
 
-class StepInFlight:
+class StepInFlight(Uncopied):
     """A step that was fetched ahead. Made by `PagedKVCacheManager.fetch_ahead`, ended by `end_step`.
 
     Attributes:

@@ -25,6 +25,7 @@ from kvcache.errors import (
 )
 from kvcache.replica.context import TextContext
 from kvcache.types import Admission, RaggedKVCacheInputs
+from kvcache.uncopied import Uncopied
 from scheduler_adapters.base import Pages, RunTokens
 
 # in seconds: the longest that a request waits for its cached pages to be loaded from files or a store
@@ -78,7 +79,7 @@ class Entry:
     meets: int = 0  # the first token of the pages that a peer provides while the prompt runs; no chunk runs past it
 
 
-class ServingLoop(Generic[PagesT_co]):
+class ServingLoop(Uncopied, Generic[PagesT_co]):
     """Serves requests from one manager with one model. Not thread-safe: one thread calls it.
 
     The loop need not be the manager's only user: pulls, and requests that were handed over, may hold pages of it too. A

@@ -14,6 +14,7 @@ from kvcache.events.log import AnyLog
 from kvcache.replica.context import FUTURE_TOKEN, Context, TextContext, computed_of
 from kvcache.replica.hashing import PrefixHasher, next_digests, token_bytes
 from kvcache.replica.rows import NEVER, ONE, Ints, Rows, rows_at
+from kvcache.uncopied import Uncopied
 
 HasherOf = Callable[[int, int, Context], PrefixHasher]
 """Returns the hasher of a request, given replica, row and context."""
@@ -168,7 +169,7 @@ class Gathered:
         return [hasher_of(int(self.replicas[place]), int(self.rows[place]), self.contexts[place]) for place in at]
 
 
-class Batch(Gathered, Sequence[Context]):
+class Batch(Uncopied, Gathered, Sequence[Context]):
     """Contexts that are bound to their rows and advanced together by `update`. Made by `PagedKVCacheManager.batch`.
 
     The batch keeps the indices of its contexts in arrays. An update changes these arrays. A `TextContext` applies the
@@ -244,12 +245,6 @@ class Batch(Gathered, Sequence[Context]):
                 context.follow(self, place)
         # Cleared after the loop: if a context already followed this batch, `follow` made it leave, which set `_stale`.
         self._stale = False
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse `copy` and `pickle`: two batches would each advance the same contexts without knowing of the other."""
-        raise InvalidRequestError(
-            f"batch of {len(self)} requests: a batch cannot be copied; call manager.batch to make another"
-        )
 
     @property
     def lengths(self) -> Ints:

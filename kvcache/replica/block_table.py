@@ -17,6 +17,7 @@ from kvcache.errors import InvalidRequestError
 from kvcache.pool.index import Pages
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.types import RequestID
+from kvcache.uncopied import Uncopied
 
 
 class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults=True):
@@ -152,7 +153,7 @@ class ImportPart:
 
 
 @dataclass(eq=False, slots=True)
-class PendingImport:
+class PendingImport(Uncopied):
     """An import of another manager's block table that is being copied.
 
     Made by `import_block_table` and by `PageContents.import_pages`.

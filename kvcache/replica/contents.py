@@ -20,10 +20,11 @@ from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.leases import PageLease
 from kvcache.replica.replica import Replica
 from kvcache.types import RequestID
+from kvcache.uncopied import Uncopied
 from kvcache.under_way import UnderWay
 
 
-class PageContents:
+class PageContents(Uncopied):
     """Looks up, lends and imports cached pages of a manager's replicas by their content (`manager.contents`)."""
 
     def __init__(self, replicas: Sequence[Replica], fingerprint: str, mark: UnderWay) -> None:

@@ -13,6 +13,7 @@ from kvcache.pool.pages import PagePool
 from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.rows import BlockRows
 from kvcache.types import RequestID
+from kvcache.uncopied import Uncopied
 from kvcache.under_way import UnderWay
 
 BEFORE_LAST = "came before the last block table of its prompt: call extend_import with last=True first"
@@ -30,7 +31,7 @@ class ImportProof:
     num_tokens: int  # how many tokens of the prompt, counted from its first token, are in the copy
 
 
-class ImportCopier:
+class ImportCopier(Uncopied):
     """Copies the pages of one import.
 
     Its user calls `take`, copies the returned pages, and repeats both as often as needed. At the end, the user calls

@@ -17,12 +17,13 @@ from kvcache.pool.pages import HeldPages, PagePool
 from kvcache.replica.block_table import BlockTable
 from kvcache.replica.rows import NEVER, BlockRows, Ints, Pages, Rows, as_rows
 from kvcache.types import RequestID
+from kvcache.uncopied import Uncopied
 
 # makes the bytes by which readers recognise that a lease holds the pages of a block table
 Seal = Callable[[BlockTable], bytes]
 
 
-class PageLease:
+class PageLease(Uncopied):
     """Keeps the pages of one request for readers. Made by `PagedKVCacheManager.lease`, ended by `end_lease`.
 
     A lease covers every page with computed tokens that the request has at any time between these two calls.

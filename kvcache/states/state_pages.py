@@ -43,6 +43,7 @@ from kvcache.pool.pages import HeldPages
 from kvcache.pool.pages_below import Asked, PagesBelow, last_end
 from kvcache.states.state_memory import StateRoom, StateViews, state_rows
 from kvcache.types import StateCopy
+from kvcache.uncopied import Uncopied
 from kvcache.under_way import UnderWay
 
 Counts = NDArray[np.int64]
@@ -58,7 +59,7 @@ class _PageOf(dict[str, int]):
         raise UnknownRequestError(f"request {request_id!r} holds no state page")
 
 
-class StatePages:
+class StatePages(Uncopied):
     """The state pages of one replica: their memory, each request's page, and how many tokens each state includes.
 
     A `PagePool` tracks the holders and writers of state pages. The request and its leases hold its page, and a transfer

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from kvcache.uncopied import Uncopied
 from transfer.connector.config import GroupConfig, WorkerConfig, check_config, check_endpoint, check_groups
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, Progress, SendRequest, WorkerOutput, as_blocks
 from transfer.connector.transfer_params import TransferParams, params_of, pointer_in, read_params
@@ -115,7 +116,7 @@ class _Load:
     unwritten: dict[int, int] = field(default_factory=dict[int, int])
 
 
-class NixlConnectorScheduler:
+class NixlConnectorScheduler(Uncopied):
     """Leases and loads of one engine, over all its ranks. Single-threaded.
 
     Args:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from kvcache.uncopied import Uncopied
 from transfer.connector.cache_layout import Cache, cache_layout
 from transfer.connector.config import WorkerConfig, check_config, check_groups
 from transfer.connector.host_buffer import CopyBlocks, HostBuffers, needs_host_buffer
@@ -40,7 +41,7 @@ A reader that asks for the pages before every rank has granted the lease is told
 """
 
 
-class NixlConnectorWorker:
+class NixlConnectorWorker(Uncopied):
     """Moves the pages of one rank. The object is single-threaded: only the thread of the step loop may call it.
 
     Args:

@@ -20,6 +20,7 @@ from typing import Self
 
 import torch
 
+from kvcache.uncopied import Uncopied
 from transfer.engine.checks import check_replica, check_request, check_tensors, page_indices
 from transfer.engine.metadata import WIRE_VERSION, KVTransferEngineMetadata, TransferReqData, sealed
 from transfer.engine.peers import NotificationBook, Peers
@@ -44,7 +45,7 @@ _FIRST_PAUSE_S = 20e-6  # in seconds: most small transfers end within this time
 _LAST_PAUSE_S = 1e-3  # in seconds: a stuck transfer is polled every millisecond, which takes 2 % of a core
 
 
-class KVTransferEngine:
+class KVTransferEngine(Uncopied):
     """Sends pages to other engines and reads pages from them. Both sides must `connect` to each other first.
 
     Either side may start a transfer: the source starts it as a WRITE, or the destination starts it as a READ. NIXL

@@ -18,6 +18,7 @@ from kvcache.arguments import number, whole
 from kvcache.errors import InvalidRequestError
 from kvcache.layout import kv_kind, scales_kind
 from kvcache.replica.block_table import BlockTable, PageDigests
+from kvcache.uncopied import Uncopied
 from transfer.errors import InvalidLeaseError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
@@ -75,7 +76,7 @@ class ExchangeEvent(NamedTuple):
     proof: Any = None
 
 
-class PageExchange:
+class PageExchange(Uncopied):
     """Leases a manager's pages to other processes, and pulls pages from other processes into the manager.
 
     From `offer` until the lease word is cleared on every shard, the manager holds the leased pages, whatever happens to

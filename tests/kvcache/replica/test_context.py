@@ -369,7 +369,7 @@ def test_a_batch_is_not_copied(make: Any, how: Callable[[object], object]) -> No
     manager = make(40, page_size=4)
     context = TextContext(range(10), 100, "r")
     manager.external_claim("r")
-    with pytest.raises(InvalidRequestError, match="batch of 1 requests: a batch cannot be copied; call manager.batch"):
+    with pytest.raises(InvalidRequestError, match="a Batch cannot be copied, pickled or sent"):
         how(manager.batch([context]))
 
 
