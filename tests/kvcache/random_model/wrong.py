@@ -4,7 +4,7 @@ unchanged.
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -332,8 +332,8 @@ class WrongCalls:
             pending, copier = tail
             calls += [
                 lambda: commit(pending, self.pick(proofs)),
-                lambda: commit(copy.copy(pending), self.pick(proofs)),
-                lambda: manager.cancel_import(copy.copy(pending)),
+                lambda: commit(dataclasses.replace(pending), self.pick(proofs)),
+                lambda: manager.cancel_import(dataclasses.replace(pending)),
                 lambda: self.other.contents.commit_pages(pending, forged),
                 lambda: self.other.cancel_import(pending),
                 lambda: copier.prove() if copier is not None else commit(pending, None),
@@ -356,7 +356,7 @@ class WrongCalls:
         calls: list[Wrong] = [
             lambda: commit(context, pending, self.pick(proofs)),
             lambda: commit(self.pick([*nothing_right(), None, twin, self.stranger]), pending, proof or forged),
-            lambda: commit(context, self.pick([*nothing_right(), None, copy.copy(pending)]), proof or forged),
+            lambda: commit(context, self.pick([*nothing_right(), None, dataclasses.replace(pending)]), proof or forged),
         ]
         return self.pick([*calls, *([] if old is None else [lambda: commit(context, old, used)])])
 

@@ -6,6 +6,7 @@ with an error or with the values of its own prompt, but never with the values of
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -436,7 +437,7 @@ def test_a_proof_is_good_for_its_own_import_and_once(sides: tuple[Side, Reader])
         (other, another, None, "'s': commit_import without a proof"),
         (other, pending, proof, "'s': commit_import: this import belongs to another request"),
         (TextContext([*PROMPT, 1], 32, "r"), pending, proof, "'r': commit_import got another context object"),
-        (context, copy.copy(pending), proof, "this import belongs to another request"),
+        (context, dataclasses.replace(pending), proof, "this import belongs to another request"),
         (context, "pending", proof, "what import_block_table returned is needed"),
     ]
     before = (reader.manager.num_free_blocks, context.start_idx, other.start_idx)
