@@ -340,7 +340,7 @@ def keep_pages_at_abort(driver: LoopDriver) -> None:
 
 def never_find_anything(driver: LoopDriver) -> None:
     manager, reserve = driver.loop.manager, driver.loop.manager.maybe_reserve
-    manager.maybe_reserve = lambda *args: manager.reset_prefix_cache() or reserve(*args)
+    manager.maybe_reserve = lambda *args: (manager.reset_prefix_cache(), reserve(*args))[1]
 
 
 def say_other_tokens(driver: LoopDriver) -> None:
