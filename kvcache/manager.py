@@ -398,9 +398,9 @@ class PagedKVCacheManager(Uncopied):
         the model has run.
 
         With `full_pages`, the table is for a prompt that still runs. It leaves out a last page that is not full, the
-        pages of windows, and the recurrent state, so readers refuse it as the last table. The result begins with page
-        `first_page` of the prompt if the model has a single block table of full attention. Otherwise `first_page` is
-        ignored.
+        pages of windows, and the recurrent state. Readers refuse it as the last table if it lacks any of these. The
+        result begins with page `first_page` of the prompt if the model has a single block table of full attention.
+        Otherwise `first_page` is ignored.
         """
         self._mark.check("block_table")
         replica, _, row = self._claims.locate(request_id, "block_table")
