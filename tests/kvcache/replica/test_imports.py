@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from copy import copy as copied
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -614,9 +614,9 @@ def test_a_leased_request_keeps_the_pages_of_a_cancelled_import(make: Any) -> No
     assert target.import_block_table(context, table) is not None
 
 
-def test_a_copied_import_object_is_refused(make: Any) -> None:
+def test_another_object_with_the_fields_of_an_import_is_refused(make: Any) -> None:
     table, target, context = handed_over(make)
     pending = target.import_block_table(context, table)
     with pytest.raises(InvalidRequestError, match="'d': got a copy of the import"):
-        target.cancel_import(copied(pending))
+        target.cancel_import(replace(pending))
     target.cancel_import(pending)
