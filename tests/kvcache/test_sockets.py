@@ -15,6 +15,7 @@ import zmq
 from kvcache import sockets
 from kvcache.errors import InvalidParamsError
 from kvcache.sockets import bound_socket, listener
+from tests.alone import alone, open_files
 
 ANY = "tcp://127.0.0.1:0"
 
@@ -133,12 +134,15 @@ def test_an_address_that_cannot_be_bound_says_why_and_leaves_no_file_open(tmp_pa
             (f"ipc://{tmp_path}/none/e", errno.ENOENT),
             (f"ipc://{tmp_path}/{'x' * 200}", None),  # Python refuses such a path, and gives no number.
         ):
-            before = {one.name for one in Path("/proc/self/fd").iterdir()}
-            with pytest.raises(OSError, match=r"^\[Errno|too long") as error:
-                listener(address)
-            assert error.value.errno == why, address
-            # ZMQ may close files of earlier sockets meanwhile.
-            assert {one.name for one in Path("/proc/self/fd").iterdir()} <= before, address
+
+            def says_why(address: str = address, why: int | None = why) -> None:
+                before = open_files()
+                with pytest.raises(OSError, match=r"^\[Errno|too long") as error:
+                    listener(address)
+                assert error.value.errno == why, address
+                assert open_files() == before, address
+
+            alone(says_why)  # In this process, ZMQ opens and closes files of other sockets meanwhile.
             if why == errno.EADDRINUSE:
                 with pytest.raises(InvalidParamsError, match=f"with keys: cannot bind .*{os.strerror(why)}"):
                     bound_socket("with keys", zmq.ROUTER, address, secure=lambda _: None)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.tiers.page_files import list_folder, open_draft, opened, opened_folder
+from tests.alone import alone, open_files
 
 
 @pytest.fixture(params=[0o000, 0o077, 0o277])
@@ -34,14 +35,18 @@ def test_a_draft_with_an_existing_name_is_refused(tmp_path: Path) -> None:
 
 def test_opening_files_leaves_no_descriptor_open(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    before = {*os.listdir("/proc/self/fd")}  # noqa: PTH208
-    with pytest.raises(RuntimeError, match="inside"), opened_folder(tmp_path):
-        raise RuntimeError("inside")
-    with pytest.raises(RuntimeError, match="inside"), opened(tmp_path / "file"):
-        raise RuntimeError("inside")
-    with pytest.raises(FileNotFoundError), opened(tmp_path / "gone"):
-        pass
-    with open_draft(tmp_path / "draft"):
-        pass
-    assert sorted(list_folder(tmp_path)) == ["draft", "file"]
-    assert {*os.listdir("/proc/self/fd")} == before  # noqa: PTH208
+
+    def opens_files() -> None:
+        before = open_files()
+        with pytest.raises(RuntimeError, match="inside"), opened_folder(tmp_path):
+            raise RuntimeError("inside")
+        with pytest.raises(RuntimeError, match="inside"), opened(tmp_path / "file"):
+            raise RuntimeError("inside")
+        with pytest.raises(FileNotFoundError), opened(tmp_path / "gone"):
+            pass
+        with open_draft(tmp_path / "draft"):
+            pass
+        assert sorted(list_folder(tmp_path)) == ["draft", "file"]
+        assert open_files() == before
+
+    alone(opens_files)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from kvcache.errors import InvalidRequestError, KVCacheError
 from kvcache.replica.block_table import PageDigests
+from tests.alone import alone, open_files
 from tests.transfer.pull.test_ownership import Side
 from transfer.errors import AgentError, HandshakeError, InvalidEngineError, InvalidLeaseError
 from transfer.memory import MemoryType
@@ -35,11 +35,6 @@ def side() -> Iterator[Side]:
     yield made
     made.exchange.close()
     made.manager.close()
-
-
-def left() -> tuple[int, int]:
-    """Returns the threads and open files of this process."""
-    return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.parametrize(
@@ -77,13 +72,17 @@ def left() -> tuple[int, int]:
     ],
 )
 def test_wrong_arguments_of_the_constructor_make_nothing(side: Side, wrong: dict[str, Any], said: str) -> None:
-    before = left()
-    given: dict[str, Any] = {"manager": side.manager, "name": "q"} | wrong
-    with pytest.raises(InvalidEngineError) as raised:
-        PageExchange(given.pop("manager"), given.pop("name"), **given)
-    assert said in str(raised.value)
-    assert "0123456789abcdef" not in str(raised.value)
-    assert left() == before
+    def makes_nothing() -> None:
+        before = open_files()
+        given: dict[str, Any] = {"manager": side.manager, "name": "q"} | wrong
+        with pytest.raises(InvalidEngineError) as raised:
+            PageExchange(given.pop("manager"), given.pop("name"), **given)
+        assert said in str(raised.value)
+        assert "0123456789abcdef" not in str(raised.value)
+        assert threading.enumerate() == [threading.current_thread()]
+        assert open_files() == before
+
+    alone(makes_nothing)
 
 
 def test_a_shard_or_an_endpoint_that_fails_leaves_nothing(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,12 +96,12 @@ def test_a_shard_or_an_endpoint_that_fails_leaves_nothing(side: Side, monkeypatc
         made.append(Agent(name, kind))
         return made[-1]
 
-    before = left()
+    before = threading.enumerate()
     with pytest.raises(AgentError, match="refused by the test"):
         PageExchange(side.manager, "q", agent=second_fails)
     assert made
     assert not any(agent.is_open for agent in made)
-    assert left()[0] == before[0]
+    assert set(threading.enumerate()) <= set(before)
     made.clear()
     monkeypatch.setattr(exchange, "ReplicaTransfer", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
