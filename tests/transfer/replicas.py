@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvcache.layout import PageLayout
 from kvcache.replica.block_table import PageCopy
+from tests.transfer.clock import Clock
 from transfer.errors import AgentError
 from transfer.nixl.agent import Agent
 from transfer.plan.shapes import dense
@@ -197,6 +198,21 @@ def settled(reader: Engine, *keys: str) -> Callable[[], bool]:
     the pull `r`.
     """
     return lambda: {*(keys or ("r",))} <= {event.key for event in reader.pulls if event.safe}
+
+
+def passing(clock: Clock, until: Callable[[], object], answered: Engine | None = None) -> Callable[[], object]:
+    """Returns `until` for a `run` during which the clock advances 10 ms a round.
+
+    It never advances while the engine `answered` waits for an answer. Answers take real time, on a busy machine any
+    time, so no such engine finds a living peer silent.
+    """
+
+    def moved() -> object:
+        if answered is None or not answered.replica._client.is_waiting:
+            clock.now += 0.01
+        return until()
+
+    return moved
 
 
 def run(*engines: Engine, until: Callable[[], object], seconds: float = 20.0) -> None:

@@ -13,7 +13,7 @@ from transfer.prometheus import TransferCollector
 from transfer.pull.replica import LeaseOver
 from transfer.stats import FAILURES, PULL_BUCKETS, Buckets
 
-QUICK = {"handshake_timeout_s": 0.5, "heartbeat_s": 0.1, "dead_after_s": 0.5}
+QUICK = {"handshake_timeout_s": 5.0, "heartbeat_s": 0.1, "dead_after_s": 1.0}
 
 
 @pytest.fixture

@@ -400,7 +400,7 @@ def test_a_worker_that_is_dropped_ends_its_thread() -> None:
     thread = dropped._thread._thread
     del dropped
     gc.collect()
-    thread.join(5)
+    thread.join(20)
     assert not thread.is_alive()
 
 

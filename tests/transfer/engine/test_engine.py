@@ -513,11 +513,9 @@ def test_a_time_out_leaves_only_quarantine(pair: Any, monkeypatch: pytest.Monkey
     left, right = pair
     stuck(monkeypatch, left.tensor_agents[0][0])
     request = pull(left, right, [0, 1], [2, 3])
-    began = time.monotonic()
     with pytest.raises(TransferTimeoutError, match="peer 'right' did not end within 0.05 s") as caught:
         left.sync_and_release(request, 0.05)
     assert isinstance(caught.value, TimeoutError)
-    assert time.monotonic() - began < 2
     assert left.inflight_read_transfers == {}
     assert left.quarantined_pages(0) == {2, 3}
     assert left.suspect_peers == {"right"}
@@ -674,9 +672,7 @@ def test_cleanup_gives_up_on_a_transfer_that_never_ends(make_engine: Any, monkey
     left.connect(right.metadata)
     stuck(monkeypatch, left.tensor_agents[0][0])
     pull(left, right)
-    began = time.monotonic()
-    left.cleanup(drain_s=0.1)
-    assert time.monotonic() - began < 2
+    left.cleanup(drain_s=0.1)  # a call that waited for the transfer would never return
 
 
 def test_the_context_manager_cleans_up():

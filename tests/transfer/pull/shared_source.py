@@ -23,7 +23,7 @@ from transfer.pull.replica import ReplicaTransfer
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 4, 2, 4, 32
 PROMPT = [number % 50 for number in range(256)]
 WINDOWS = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 60))
-QUICK = {"handshake_timeout_s": 2.0, "heartbeat_s": 0.2, "dead_after_s": 1.0}
+QUICK = {"handshake_timeout_s": 5.0, "heartbeat_s": 0.2, "dead_after_s": 2.0}
 
 
 class SharedSide:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import zmq
 
-from tests.transfer.replicas import LOCAL, REMOTE, WHOLE, Engine, pull, run, settled
+from tests.transfer.clock import Clock
+from tests.transfer.replicas import LOCAL, REMOTE, WHOLE, Engine, passing, pull, run, settled
 from transfer.errors import HandshakeError
 from transfer.failures import Failure, FailureKind
 from transfer.pull import directory
@@ -56,7 +57,8 @@ def test_a_second_engine_with_the_name_of_a_living_one_is_refused_with_both_addr
 
 @pytest.mark.parametrize("how", ["silent", "another start at its address", "not there any more"])
 def test_an_engine_may_return_at_another_address_once_the_old_one_is_silent(engine: Any, how: str) -> None:
-    p, d = engine("p"), engine("d", dead_after_s=0.5, heartbeat_s=100.0)
+    clock = Clock()
+    p, d = engine("p"), engine("d", clock=clock, dead_after_s=0.5, heartbeat_s=100.0)
     opened(d, p.source(p.offer()))
     if how == "silent":
         p.server.close()
@@ -66,6 +68,9 @@ def test_an_engine_may_return_at_another_address_once_the_old_one_is_silent(engi
     successor, third = engine("p", seed=50), engine("p", seed=70)
     pull(d, successor.source(successor.offer()), key="new")
     pull(d, third.source(third.offer()), key="third")
+    if how == "silent":
+        run(successor, third, d, until=lambda: len(d.replica.directory._candidates("p")) == 2)
+        run(successor, third, d, until=passing(clock, settled(d, "r")))
     run(p, successor, third, d, until=settled(d, "r", "new", "third"))
     assert error_of(d, "r")
     winner, loser = ("new", "third") if not error_of(d, "new") else ("third", "new")
@@ -89,12 +94,13 @@ def test_an_engine_that_was_lost_may_come_back_elsewhere_at_once(engine: Any) ->
 
 def test_an_impostor_with_copied_metadata_cannot_end_the_pulls_of_an_engine(engine: Any) -> None:
     """The impostor answers at its own address. It claims that the engine has restarted, or gives no answer."""
-    p, d = engine("p"), engine("d", dead_after_s=0.3, heartbeat_s=0.05)
+    clock = Clock()
+    p, d = engine("p"), engine("d", clock=clock, dead_after_s=0.3, heartbeat_s=0.05)
     with HandshakeServer([p.card]) as copy:
         opened(d, p.source(p.offer()))
         opened(d, p.source(p.offer("s", 1))._replace(address=copy.endpoint), "s")
         copy.serve(EngineCard("p", "restarted", p.card.ranks))
-        run(p, d, until=settled(d, "s"))
+        run(p, d, until=passing(clock, settled(d, "s"), answered=d))
         pull(d, p.source(p.offer("t", 2))._replace(address=copy.endpoint), "t")
         run(p, d, until=settled(d, "t"))
     assert all(error_of(d, key) for key in ("s", "t"))
@@ -141,7 +147,8 @@ class Crowd:
     def __init__(self, engine: Callable[..., Engine]) -> None:
         self.good = [engine("p"), engine("q", seed=20)]
         self.impostors = [engine("p", seed=50), engine("q", seed=60), engine("z", seed=70)]
-        self.reader = engine("d", handshake_timeout_s=0.4, dead_after_s=2.0, heartbeat_s=0.1)
+        self.clock = Clock()
+        self.reader = engine("d", clock=self.clock, handshake_timeout_s=0.4, dead_after_s=1e3, heartbeat_s=0.1)
         p, q = self.good
         liars = [
             [EngineCard("p", "other", q.card.ranks), EngineCard("q", "other", p.card.ranks)],
@@ -186,11 +193,12 @@ def test_no_address_that_a_request_names_affects_a_pull_of_another_request(engin
     for key in keys:
         pull(d, crowd.draw(rng), key, groups=rng.choice((WHOLE, WHOLE, None)), timeout_s=rng.choice((0.3, 3.0)))
         for _ in range(rng.choice((0, 1, 20))):
+            crowd.clock.now += 0.002
             for one in crowd.engines:
                 one.poll()
         if rng.random() < 0.1:
             d.replica.cancel(rng.choice(keys), "changed my mind")
-    run(*crowd.engines, until=settled(d, *keys))
+    run(*crowd.engines, until=passing(crowd.clock, settled(d, *keys)))
     assert [event for event in d.pulls if event.key.startswith("good")] == []
     assert any(error_of(d, key) for key in keys)
     for number, one in enumerate(crowd.good):

@@ -22,7 +22,7 @@ from transfer.wire.keys import make_keyrings
 from transfer.wire.messages import MetadataQuery, encode_message, open_rank
 
 SECRET, OTHER = "the secret of one fleet", "the secret of another one"
-QUICK = {"handshake_timeout_s": 1.0}
+QUICK = {"handshake_timeout_s": 1.0}  # for readers that get no answer at all
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def side() -> Iterator[Callable[..., Any]]:
     made: list[Side] = []
 
     def make(kind: type[Side], name: str, *, caching: bool = False, **options: Any) -> Side:
-        made.append(kind(name, exchange={"replica_options": QUICK, **options}, caching=caching))
+        made.append(kind(name, exchange=options, caching=caching))
         return made[-1]
 
     yield make
@@ -74,7 +74,7 @@ def test_with_a_common_secret_sockets_and_metadata_have_keys_and_no_voucher_is_a
 def test_if_the_secrets_differ_or_one_is_missing_a_pull_fails_with_that_reason(
     side: Any, source_s: str, reader_s: str, said: str
 ) -> None:
-    source, reader = side(Side, "p", secret=source_s), side(Reader, "d", secret=reader_s)
+    source, reader = side(Side, "p", secret=source_s), side(Reader, "d", secret=reader_s, replica_options=QUICK)
     offer, _, pending = leased(source, reader)
     event, proof = reader.pull(source, offer, pending)
     assert event.error.startswith("handshake with engine 'p/0'")
@@ -87,7 +87,7 @@ def test_if_the_secrets_differ_or_one_is_missing_a_pull_fails_with_that_reason(
 
 @pytest.mark.parametrize(("allowed", "said"), [((), "is not in allowed_peers"), (("10.2.0.0/16",), "no answer from")])
 def test_only_listed_hosts_are_contacted(side: Any, allowed: tuple[str, ...], said: str) -> None:
-    source, reader = side(Side, "p"), side(Reader, "d", allowed_peers=allowed)
+    source, reader = side(Side, "p"), side(Reader, "d", allowed_peers=allowed, replica_options=QUICK)
     offer, _, pending = leased(source, reader)
     reader.exchange.open_pull(0, "k", offer._replace(address="tcp://10.2.255.1:9"), 20.0)
     reader.exchange.read(0, "k", pending, last=True)

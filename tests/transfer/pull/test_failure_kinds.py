@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvcache.replica.block_table import BlockTable, PageCopy
+from tests.transfer.clock import Clock
 from tests.transfer.pull.test_replica import ASKED, answering, wanted
 from tests.transfer.replicas import REMOTE, WHOLE, Engine, pull, run, settled
 from transfer.failures import Failure, FailureKind
@@ -25,24 +26,32 @@ def opened(p: Engine, d: Engine, **options: Any) -> LeaseRef:
     """Returns a pull that waits for its pages."""
     lease = p.offer()
     pull(d, p.source(lease), groups=None, **options)
-    run(p, d, until=lambda: len(d.ranks[0].puller) or d.pulls)  # A busy machine may need all of a short time limit.
+    run(p, d, until=lambda: len(d.ranks[0].puller))
     return lease
 
 
+def later(d: Engine, seconds: float) -> None:
+    d.replica._clock.now += seconds  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def slow(p: Engine, d: Engine) -> None:
-    opened(p, d, timeout_s=0.1)
+    opened(p, d)
+    later(d, 20.0)
 
 
 def slow_source(_: Engine, d: Engine) -> None:
-    pull(d, NOBODY, timeout_s=0.05)
+    pull(d, NOBODY, timeout_s=4.0)
+    later(d, 4.0)
 
 
 def nobody(_: Engine, d: Engine) -> None:
     pull(d, NOBODY)
+    later(d, 5.0)
 
 
 def asks_nobody(p: Engine, d: Engine) -> None:
     pull(d, wanted(p, p.offer())._replace(address=NOBODY.address), groups=ASKED)
+    later(d, 5.0)
 
 
 def ended_lease(p: Engine, d: Engine) -> None:
@@ -128,7 +137,7 @@ def impossible_pages(p: Engine, d: Engine) -> None:
 def test_a_failure_is_counted_by_its_kind(
     engine: Any, happens: Callable[[Engine, Engine], None], kind: FailureKind
 ) -> None:
-    p, d = engine("p"), engine("d", handshake_timeout_s=0.3, heartbeat_s=0.2)
+    p, d = engine("p"), engine("d", clock=Clock())
     happens(p, d)
     if happens is not shut_down:
         end(p, d)

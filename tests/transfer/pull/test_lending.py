@@ -9,6 +9,7 @@ import dataclasses
 import select
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,11 @@ from kvcache import BlockTableMismatchError, InvalidRequestError, PageDigests, T
 from kvcache.copies import PageMover
 from kvcache.layout import kv_kind
 from tests.kvcache import build
+from tests.transfer.clock import Clock
 from tests.transfer.pull.test_ownership import MINE, OTHERS, PAGE_SIZE, PROMPT, Reader, Side
 from transfer import Lent
 from transfer.errors import InvalidEngineError, MetadataError
-from transfer.pull import lending
+from transfer.pull import asking, lending
 from transfer.pull.exchange import PageExchange
 from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS
 from transfer.pull.pull_state import PullEvent
@@ -31,7 +33,6 @@ from transfer.wire.messages import ContentQuery, open_pages
 
 # The prompt has one more page and one more token. No request has computed them.
 LONGER = [*PROMPT, 91, 92, 93, 94, 95]
-QUICK = {"handshake_timeout_s": 1.0}
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def side() -> Iterator[Callable[..., Any]]:
 
     def make(kind: type[Side], name: str, exchange: dict[str, Any] | None = None, **options: Any) -> Side:
         options = {"caching": True, **options}
-        made.append(kind(name, exchange={"replica_options": QUICK, "lend": 1.0, **(exchange or {})}, **options))
+        made.append(kind(name, exchange={"lend": 1.0, **(exchange or {})}, **options))
         return made[-1]
 
     yield make
@@ -60,7 +61,7 @@ def computed(source: Side, tokens: list[int] = PROMPT) -> None:
 def asked(reader: Side, source: Side, context: TextContext, key: str = "k", **options: Any) -> Lent:
     exchange = source.exchange
     wanted = options.pop("wanted", None) or reader.manager.contents.digests(context)
-    reader.exchange.ask(0, key, exchange.address, exchange.engine_id(0), wanted, **options)
+    reader.exchange.ask(0, key, exchange.address, exchange.engine_id(0), wanted, **{"timeout_s": 30.0, **options})
 
     def lent() -> list[Lent]:
         source.poll()
@@ -448,29 +449,46 @@ def test_a_source_of_two_shards_lends_to_a_reader_of_one(side: Any) -> None:
     all_given_back(source)
 
 
-def test_a_source_that_is_gone_or_does_not_look_is_given_up(side: Any) -> None:
+def asked_in_vain(reader: Reader, source: Side, key: str, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Asks a source whose loop does not run, until the time of the question is over. Returns the clock of the reader's
+    questions.
+    """
+    clock, asks = Clock(), reader.exchange._asks
+    monkeypatch.setattr(asking, "time", SimpleNamespace(monotonic=clock))
+    asks._client._clock = clock
+    wanted = reader.manager.contents.digests(TextContext(LONGER, 32, "mine"))
+    reader.exchange.ask(0, key, source.exchange.address, source.exchange.engine_id(0), wanted)
+    # Only the reader polls, so the source's loop does not run.
+    reader.until(lambda: any(question.waits_for for question in asks._open.values()))
+    clock.now += 5.0
+    reader.until(lambda: reader.of(Lent))
+    return clock
+
+
+def test_a_source_that_is_gone_or_does_not_look_is_given_up(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     source, reader = side(Side, "p"), side(Reader, "d")
     context = TextContext(LONGER, 32, "mine")
     computed(source)
-    wanted = reader.manager.contents.digests(context)
-    reader.exchange.ask(0, "idle", source.exchange.address, source.exchange.engine_id(0), wanted, timeout_s=0.3)
-    reader.until(lambda: reader.of(Lent))  # Only the reader polls, so the source's loop does not run.
+    with monkeypatch.context() as patched:
+        asked_in_vain(reader, source, "idle", patched)
     (idle,) = reader.of(Lent)
     assert "waited in vain for its serving loop to look" in idle.event.error
     source.exchange.close()
     assert "p/0" in asked(reader, source, context, "gone", timeout_s=0.3).error
 
 
-def test_a_lease_that_is_granted_too_late_is_given_back_at_once(side: Any) -> None:
+def test_a_lease_that_is_granted_too_late_is_given_back_at_once(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     source, reader = side(Side, "p"), side(Reader, "d")
-    context = TextContext(LONGER, 32, "mine")
     computed(source)
-    wanted = reader.manager.contents.digests(context)
-    reader.exchange.ask(0, "late", source.exchange.address, source.exchange.engine_id(0), wanted, timeout_s=0.3)
-    reader.until(lambda: reader.of(Lent))
+    clock = asked_in_vain(reader, source, "late", monkeypatch)
     begin = time.monotonic()
     source.until(lambda: source.exchange.lending.num_leases)
-    both = lambda: reader.poll() or not source.exchange.lending.num_leases  # noqa: E731
+
+    def both() -> bool:
+        clock.now += 1e-3
+        reader.poll()
+        return not source.exchange.lending.num_leases
+
     source.until(both)
     assert time.monotonic() - begin < lending.LENT_S / 2, "the lease must be given back before it expires by itself"
     all_given_back(source)
@@ -657,7 +675,10 @@ def pool_of(side: Any, pages: int) -> Side:
     return source
 
 
-def test_questions_of_readers_take_no_lease_word_that_our_own_requests_need(side: Any) -> None:
+def test_questions_of_readers_take_no_lease_word_that_our_own_requests_need(
+    side: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transfer.pull.exchange.LENT_S", 1e3)
     source = pool_of(side, 8000)
     computed(source)
     flood = Flood(source, source.manager.contents.digests(TextContext(LONGER, 32)))

@@ -14,7 +14,7 @@ import pytest
 
 from kvcache.replica.block_table import PageCopy
 from tests.transfer.clock import Clock
-from tests.transfer.replicas import KEY, LOCAL, PAGES, REMOTE, TOKENS, WHOLE, Engine, pull, run, settled
+from tests.transfer.replicas import KEY, LOCAL, PAGES, REMOTE, TOKENS, WHOLE, Engine, passing, pull, run, settled
 from transfer.errors import HandshakeError, MetadataError, PullFailedError, SettingsMismatchError
 from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
@@ -372,20 +372,22 @@ def test_a_reader_waits_until_the_lease_stands_on_every_rank(engine: Any) -> Non
 
 
 def test_a_reader_does_not_wait_longer_than_its_own_time(engine: Any) -> None:
-    p, d = engine("p"), engine("d")
+    clock = Clock()
+    p, d = engine("p"), engine("d", clock=clock)
     asked = answering(p, {}, {"waits_for": "ranks [1] have not granted it yet"})
     pull(d, wanted(p, p.offer()), groups=ASKED, timeout_s=0.6)
-    run(p, d, until=settled(d))
+    run(p, d, until=passing(clock, settled(d), answered=d))
     waited = r" \(asked for 0\.[3-6] s, last answer: ranks \[1\] have not granted it yet\)"
     assert re.fullmatch(f"timed out: engine 'p' did not confirm its lease{waited}", d.pulls[-1].error)
     assert 4 < len(asked) < 30, "the pauses double, so about 10 questions fit into 0.6 s"
 
 
 def test_a_lease_that_ends_while_a_reader_waits_says_what_it_waited_for_and_how_long(engine: Any) -> None:
-    p, d = engine("p"), engine("d")
+    clock = Clock()
+    p, d = engine("p"), engine("d", clock=clock)
     asked = answering(p, *[{"waits_for": "its request is still computed"}] * 3, {"error": "it has ended"})
     pull(d, wanted(p, p.offer()), groups=ASKED)
-    run(p, d, until=settled(d))
+    run(p, d, until=passing(clock, settled(d), answered=d))
     assert asked[:4] == [48] * 4
     assert re.search(
         r": it has ended \(asked for 0\.\d s, last answer: its request is still computed\)$", d.pulls[-1].error
@@ -558,13 +560,15 @@ def test_a_second_pull_of_the_same_name_is_refused_and_the_first_continues(engin
 
 
 def test_a_dead_source_fails_its_own_pulls_in_its_own_time(engine: Any) -> None:
-    p, d = engine("p"), engine("d", handshake_timeout_s=4.0)
+    clock = Clock()
+    p, d = engine("p"), engine("d", clock=clock, handshake_timeout_s=4.0)
     dead = Source("tcp://127.0.0.1:9", "dead", LeaseRef(1, 0, 5.0))
     for number in range(5):
         pull(d, dead._replace(engine_id=f"dead{number}", address=f"tcp://127.0.0.1:{9 + number}"), key=f"dead{number}")
     pull(d, p.source(p.offer()))
     run(p, d, until=settled(d))
     assert [event.key for event in d.pulls] == ["r"]  # This pull has not waited for the five pulls of dead sources.
+    clock.now += 4.0
     run(p, d, until=lambda: len(d.pulls) == 6)
     assert all("in 4.0 s" in event.error for event in d.pulls[1:])
     assert d.replica.stats.failed_handshakes == 5
@@ -650,10 +654,13 @@ def test_a_pull_does_not_wait_for_its_source_longer_than_its_own_time(engine: An
     "address", ["nonsense", "tcp://", "tcp://no.such.host.invalid:1", "ipc://\0", "udp://1.1.1.1:1", "tcp://\ud800:1"]
 )
 def test_an_invalid_address_is_an_error_of_its_request(engine: Any, address: str) -> None:
-    p, d = engine("p"), engine("d", handshake_timeout_s=0.3)
+    clock = Clock()
+    p, d = engine("p"), engine("d", clock=clock)
     pull(d, Source(address, "q", LeaseRef(1, 0, 5.0)), key="bad")
     pull(d, p.source(p.offer()))
-    run(p, d, until=lambda: settled(d)() and settled(d, "bad")())
+    run(p, d, until=settled(d))
+    clock.now += 5.0  # the name of a host is looked up for as long as an answer may take
+    run(p, d, until=settled(d, "bad"))
     assert {event.key: bool(event.error) for event in d.pulls} == {"bad": True, "r": False}
 
 
@@ -694,11 +701,13 @@ def test_an_engine_does_not_read_from_itself(engine: Any) -> None:
 
 
 def test_a_wrong_address_for_a_known_engine_touches_no_other_request(engine: Any) -> None:
-    p, d = engine("p"), engine("d", handshake_timeout_s=0.3)
+    clock = Clock()
+    p, d = engine("p"), engine("d", clock=clock)
     source = p.source(p.offer())
     pull(d, source, groups=None)
     run(p, d, until=lambda: len(d.ranks[0].puller))
     pull(d, p.source(p.offer("bad", 1))._replace(address="tcp://127.0.0.1:9"), key="bad")
+    clock.now += 5.0
     run(p, d, until=settled(d, "bad"))
     assert not settled(d)()
     d.replica.add_pages("r", WHOLE, last=True)
@@ -719,14 +728,15 @@ def test_one_engine_at_two_addresses_is_one_engine(engine: Any) -> None:
 
 
 def test_an_engine_restarted_at_its_address_is_found_out_and_read_from_anew(engine: Any) -> None:
-    p, d = engine("p"), engine("d", heartbeat_s=0.02, dead_after_s=0.5)
+    clock = Clock()
+    p, d = engine("p"), engine("d", clock=clock, heartbeat_s=0.02, dead_after_s=0.5)
     address = p.serve()
     pull(d, p.source(p.offer()), groups=None)
     run(p, d, until=lambda: len(d.ranks[0].puller))
     p.close()
     successor = engine("p", seed=50)
     successor.serve(address)
-    run(successor, d, until=settled(d))
+    run(successor, d, until=passing(clock, settled(d)))
     assert "was restarted" in d.pulls[-1].error or "silent" in d.pulls[-1].error
     pull(d, successor.source(successor.offer()), key="again")
     run(successor, d, until=settled(d, "again"))
@@ -757,18 +767,21 @@ def test_the_first_request_of_a_restarted_engine_is_served(engine: Any) -> None:
 
 
 def test_a_silent_source_is_given_up(engine: Any) -> None:
-    p, d = engine("p"), engine("d", heartbeat_s=0.02, dead_after_s=0.2)
+    clock = Clock()
+    p, d = engine("p"), engine("d", clock=clock, heartbeat_s=0.02, dead_after_s=0.2)
     pull(d, p.source(p.offer()), groups=None)
     run(p, d, until=lambda: len(d.ranks[0].puller))
     p.server.close()
-    run(p, d, until=settled(d))
+    run(p, d, until=passing(clock, settled(d)))
     assert "engine 'p' is silent" in d.pulls[-1].error
 
 
 def test_a_living_source_is_not_given_up_however_long_it_computes(engine: Any) -> None:
-    p, d = engine("p"), engine("d", heartbeat_s=0.01, dead_after_s=0.2)
+    clock = Clock()
+    p, d = engine("p"), engine("d", clock=clock, heartbeat_s=0.01, dead_after_s=0.2)
     pull(d, p.source(p.offer()), groups=None)
-    run(p, d, until=lambda: p.server and p.server.counts["answered"] > 20)
+    run(p, d, until=passing(clock, lambda: p.server and p.server.counts["answered"] > 20, answered=d))
+    assert clock.now > 100.2
     assert not d.pulls
 
 

@@ -6,10 +6,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from kvcache.replica.block_table import PageCopy
+from tests.transfer.clock import Clock
 from tests.transfer.replicas import TOKENS, Engine
 from transfer.errors import EngineClosedError
 from transfer.pull.bell import Alarm
@@ -122,9 +124,8 @@ def test_a_pull_that_waits_for_its_owner_to_name_pages_is_polled_seldom(threaded
     deadline = time.monotonic() + 20
     while d.polls_within(20 * AWAIT_POLL_S) > 25:  # A busy machine can delay polls, but cannot cause more polls.
         assert time.monotonic() < deadline, "a pull without named pages is polled as often as any other"
-    assert d.polls_within(2 * IDLE_POLL_S) > 4, (
-        "there must be enough polls to renew the lease and to end the pull in time"
-    )
+    started = d.polls  # At the idle rate, so many polls would take a minute. They renew the lease, and end the pull.
+    d.until(lambda: d.polls - started > 60 / IDLE_POLL_S)
     d.thread.add_pages("r0", [PageCopy([1], [4], (0, TOKENS))], last=True)
     d.until(lambda: d.ended(0))
 
@@ -168,19 +169,30 @@ def test_a_lease_ends_in_time_even_if_the_thread_was_at_rest(threaded: Callable[
     at_rest(p)
 
 
-def test_the_thread_keeps_its_pace_for_a_while_after_the_last_lease(threaded: Callable[[str], Threaded]) -> None:
+def test_the_thread_keeps_its_pace_for_a_while_after_the_last_lease(
+    threaded: Callable[[str], Threaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reader that has just sent its last notification may still wait for an answer within NIXL. The thread therefore
     polls for some more time.
     """
-    p = threaded("p")
+    p, clock = threaded("p"), Clock()
     at_rest(p)
+    monkeypatch.setattr("transfer.pull.thread.time", SimpleNamespace(perf_counter=clock))
     lease = p.offer(0)
     p.until(lambda: bool(p.thread.events))
-    ended, started = time.monotonic(), p.polls
+
+    def pause_at(now: float) -> float:
+        clock.now = now
+        p.until(lambda: not p.thread._early)  # The events of the last command are delivered.
+        return p.thread.call(lambda _: p.thread._pause())
+
+    assert pause_at(200.0) == POLL_S
     p.thread.call(lambda replica: replica.revoke(lease.lease_id, "test"))
-    while time.monotonic() < ended + LINGER_S:
-        time.sleep(POLL_S)
-    assert p.polls - started > 2 * LINGER_S / IDLE_POLL_S
+    assert pause_at(200.0 + 0.99 * LINGER_S) == POLL_S
+    assert pause_at(200.0 + LINGER_S) == IDLE_POLL_S
+    started = p.polls
+    clock.now = 200.0
+    p.until(lambda: p.polls - started > 60 / IDLE_POLL_S)
 
 
 @pytest.mark.parametrize("tls", ["tcp,self", "posix,sysv,cma"])
@@ -189,6 +201,8 @@ def test_the_source_polls_often_while_a_reader_may_need_its_polls(
 ) -> None:
     monkeypatch.setattr("transfer.pull.replica.effective_settings", lambda *_: {"UCX_TLS": tls})
     p, soon = threaded("p"), (SOON_POLL_S, BUSY_POLL_S) if tls == "tcp,self" else (POLL_S, POLL_S)
+    clock = Clock()
+    monkeypatch.setattr("transfer.pull.thread.time", SimpleNamespace(perf_counter=clock))
 
     def pause_after(act: Callable[[ReplicaTransfer], None]) -> float:
         p.until(lambda: not p.thread._early)  # The events of the last command are delivered.
@@ -197,10 +211,12 @@ def test_the_source_polls_often_while_a_reader_may_need_its_polls(
     running, lease = (LeaseRef(new_lease_id(), slot, 30.0) for slot in (0, 1))
     assert pause_after(lambda replica: replica.offer(LeaseOffer("r0", running, running=True))) == POLL_S
     assert soon[0] <= pause_after(lambda replica: replica.offer(LeaseOffer("r1", lease))) <= soon[1]
-    p.until(lambda: pause_after(lambda _: None) == POLL_S)
+    clock.now += READ_SOON_S
+    assert pause_after(lambda _: None) == POLL_S
     assert soon[0] <= pause_after(lambda replica: replica.start_clock(running.lease_id)) <= soon[1]
     for one in (running, lease):
         p.thread.call(lambda replica, one=one: replica.revoke(one.lease_id, "test"))  # type: ignore[misc]
+    clock.now += POLL_S
     assert pause_after(lambda _: None) == POLL_S
 
 
