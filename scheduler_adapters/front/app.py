@@ -18,17 +18,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from scheduler_adapters.errors import RefusedError, ServiceError
+from scheduler_adapters.front.errors import OpenAIError
 from scheduler_adapters.front.frontend import Frontend
 from scheduler_adapters.front.openai import (
     Answer,
     ClientRequest,
     Json,
-    OpenAIError,
     RequestKind,
     ServedModel,
     read_request,
@@ -47,6 +48,7 @@ _GONE = 499  # status for a client that has disconnected, as in nginx
 _LONGEST_TRACEPARENT = 256
 _PREFILL, _SOURCES = "prefill_process", "kv_sources"  # in `kv_transfer_params`
 _LONGEST_NAME = 256
+_LONGEST_PATH = 200
 
 
 def make_app(frontend: Frontend, served: ServedModel) -> Starlette:
@@ -81,7 +83,23 @@ def make_app(frontend: Frontend, served: ServedModel) -> Starlette:
             Route(f"{at}/v1/completions", answering("completion"), methods=["POST"]),
             Route(f"{at}/v1/chat/completions", answering("chat"), methods=["POST"]),
         ]
-    return Starlette(routes=routes)
+    return Starlette(routes=routes, exception_handlers={HTTPException: _of_http, Exception: _of_a_fault})
+
+
+async def _of_http(request: Request, error: Any) -> Response:
+    """Answers a request for a path or a method that does not exist: `error` is an `HTTPException`."""
+    headers: dict[str, str] = error.headers or {}
+    allowed = f"; allowed: {headers['Allow']}" if "Allow" in headers else ""
+    reason = f"{error.detail}: {request.method} {request.url.path[:_LONGEST_PATH]}{allowed}"
+    answer = _json(OpenAIError(reason, status=error.status_code).body(), error.status_code)
+    answer.headers.update(headers)
+    return answer
+
+
+async def _of_a_fault(_: Request, error: Exception) -> Response:
+    """Answers a request that a fault of ours has ended. The server logs the fault."""
+    told = OpenAIError(f"the service failed: {type(error).__name__}", status=500)
+    return _json(told.body(), told.status)
 
 
 async def _answered(frontend: Frontend, served: ServedModel, kind: RequestKind, request: Request) -> Response:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from scheduler_adapters.errors import AdapterError
+from scheduler_adapters.front.chat import render_chat
+from scheduler_adapters.front.errors import OpenAIError
 from scheduler_adapters.service.messages import Finished
 
 if TYPE_CHECKING:
@@ -50,22 +51,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 _ENDS = {"eos": "stop", "length": "length"}
 
 
-class OpenAIError(AdapterError, ValueError):
-    """An error in OpenAI's form: an HTTP status, a message, and the parameter that is at fault."""
-
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-
-    def body(self) -> Json:
-        """The JSON body of the answer."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
-
-
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """The model that is served, and what its requests may contain.
@@ -93,7 +78,7 @@ class _Body(msgspec.Struct):
 
     model: str
     prompt: Any = None
-    messages: list[Json] | None = None
+    messages: Any = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     stream: bool | None = None
@@ -113,6 +98,7 @@ class ClientRequest:
         kind: completion or chat.
         prompt: its tokens.
         max_tokens: most tokens to generate; None means as many as fit.
+        limited_by: the parameter that limits the new tokens.
         stream: whether the answer is streamed.
         include_usage: whether a stream ends with the usage.
         cache_salt: requests with different salts share no pages.
@@ -127,6 +113,7 @@ class ClientRequest:
     kind: RequestKind
     prompt: tuple[int, ...]
     max_tokens: int | None
+    limited_by: str
     stream: bool
     include_usage: bool
     cache_salt: str | None
@@ -156,8 +143,9 @@ def read_request(kind: RequestKind, data: bytes, served: ServedModel) -> ClientR
         if (given := whole.get(name)) is not None:
             _refuse_unless_neutral(name, given, values)
     tokens = _chat_tokens(body, served) if kind == "chat" else _prompt_tokens(body.prompt, served)
-    _check_tokens(tokens, served)
-    most = body.max_completion_tokens if kind == "chat" and body.max_completion_tokens else body.max_tokens
+    _check_tokens(tokens, served, "messages" if kind == "chat" else "prompt")
+    of_chat = body.max_completion_tokens if kind == "chat" else None
+    most = of_chat or body.max_tokens
     if body.stream_options is not None and not body.stream:
         raise OpenAIError("stream_options needs stream to be true", param="stream_options")
     limit = most if most or kind == "chat" else _DEFAULT_TOKENS
@@ -172,6 +160,7 @@ def read_request(kind: RequestKind, data: bytes, served: ServedModel) -> ClientR
         kind=kind,
         prompt=tuple(tokens),
         max_tokens=limit,
+        limited_by="max_completion_tokens" if of_chat else "max_tokens",
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         cache_salt=body.cache_salt,
@@ -187,12 +176,13 @@ def room_for(asked: ClientRequest, capacity: int) -> int:
     """Returns how many tokens the request may generate. `capacity` is the limit on the sum of prompt and new tokens.
 
     Raises:
-        OpenAIError: the prompt and the new tokens do not fit.
+        OpenAIError: the prompt and the new tokens do not fit. The error names the prompt if it alone leaves no room.
     """
     length = len(asked.prompt)
     most = max(1, capacity - length) if asked.max_tokens is None else asked.max_tokens
     if length + most > capacity:
-        param = "messages" if asked.kind == "chat" else "prompt"
+        prompt = "messages" if asked.kind == "chat" else "prompt"
+        param = prompt if length >= capacity else asked.limited_by
         reason = (
             f"{length} prompt tokens and {most} new ones are {length + most} tokens; at most {capacity} are allowed"
         )
@@ -229,21 +219,16 @@ def _chat_tokens(body: _Body, served: ServedModel) -> list[int]:
     template: Any = getattr(served.tokenizer, "apply_chat_template", None)
     if template is None or not getattr(served.tokenizer, "chat_template", None):
         raise OpenAIError(f"the model {served.name!r} has no chat template: use completions", param="messages")
-    if not body.messages:
-        raise OpenAIError("messages must be a list of at least one message", param="messages")
-    try:
-        text: str = template(body.messages, add_generation_prompt=True, tokenize=False)
-        return served.tokenizer.encode(text, add_special_tokens=False)  # type: ignore[call-arg] -- of transformers
-    except Exception as error:
-        raise OpenAIError(f"the chat template does not take these messages: {error}", param="messages") from error
+    text = render_chat(body.messages, lambda messages: template(messages, add_generation_prompt=True, tokenize=False))
+    return served.tokenizer.encode(text, add_special_tokens=False)  # type: ignore[call-arg] -- of transformers
 
 
-def _check_tokens(tokens: list[int], served: ServedModel) -> None:
+def _check_tokens(tokens: list[int], served: ServedModel, param: str) -> None:
     if not tokens:
-        raise OpenAIError("the prompt has no tokens", param="prompt")
+        raise OpenAIError(f"{param}: no tokens", param=param)
     for token in (min(tokens), max(tokens)):
         if not 0 <= token < served.vocab_size:
-            raise OpenAIError(f"token {token} is not in the vocabulary, 0 to {served.vocab_size - 1}", param="prompt")
+            raise OpenAIError(f"token {token} is not in the vocabulary, 0 to {served.vocab_size - 1}", param=param)
 
 
 class TextStream:

@@ -11,12 +11,14 @@ import pytest
 import uvicorn
 import zmq
 from starlette.requests import Request
+from starlette.testclient import TestClient
 
 from scheduler_adapters.front import app as app_module
 from scheduler_adapters.front import frontend as frontend_module
 from scheduler_adapters.front.app import make_app
+from scheduler_adapters.front.errors import OpenAIError
 from scheduler_adapters.front.frontend import Frontend
-from scheduler_adapters.front.openai import OpenAIError, ServedModel
+from scheduler_adapters.front.openai import ServedModel
 from scheduler_adapters.hf.tiny import VOCAB_SIZE, ByteTokenizer
 from scheduler_adapters.service.sockets import bind_router
 
@@ -81,6 +83,49 @@ def test_clients_that_go_away_while_they_send_are_counted_in_one_line(
     lines = [record.getMessage() for record in caplog.records]
     assert lines == ["a client closed its connection while it sent a request (1 so far)"]
     assert not any(record.exc_info for record in caplog.records)
+
+
+PATHS = [
+    ("GET", "/nothing", 404, ""),
+    ("POST", "/v1", 404, ""),
+    ("GET", "/v1/chat/completions/x", 404, ""),
+    ("GET", "/" + "x" * 5000, 404, ""),
+    ("GET", "/v1/completions", 405, "POST"),
+    ("PUT", "/v1/chat/completions", 405, "POST"),
+    ("DELETE", "/processes/p/v1/completions", 405, "POST"),
+    *[("POST", path, 405, "GET, HEAD") for path in ("/v1/models", "/health", "/fleet", "/metrics", "/targets")],
+    ("POST", "/processes/p/health", 405, "GET, HEAD"),
+    ("GET", "/processes/p/health", 503, ""),
+    ("POST", "/v1/chat/completions", 400, ""),
+    ("POST", "/v1/completions", 500, ""),
+]
+
+
+class BrokenTokenizer(ByteTokenizer):
+    def encode(self, text: str) -> list[int]:
+        raise OSError(f"a fault that knows the prompt {text}")
+
+
+def test_every_error_is_json_in_openais_form(tmp_path: Path) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    served = ServedModel("tiny", BrokenTokenizer(), VOCAB_SIZE)
+    client = TestClient(
+        make_app(Frontend(bind_router(context, f"ipc://{tmp_path}/front")), served), raise_server_exceptions=False
+    )
+    for method, path, status, allowed in PATHS:
+        answer = client.request(method, path, json={"model": "tiny", "prompt": "secret"})
+        assert answer.status_code == status, path[:100]
+        assert answer.headers["content-type"] == "application/json"
+        error = answer.json()["error"]
+        assert sorted(error) == ["code", "message", "param", "type"]
+        assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+        assert len(error["message"]) < 300
+        assert "secret" not in error["message"]
+        assert sorted(answer.headers.get("allow", "").split(", ")) == sorted(allowed.split(", "))
+        if status in {404, 405}:
+            assert f"{method} {path[:100]}" in error["message"]
+            assert answer.headers.get("allow", "") in error["message"]
+    context.destroy(linger=0)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from scheduler_adapters.front.openai import Answer, OpenAIError, ServedModel, TextStream, read_request, room_for
+from scheduler_adapters.front.errors import OpenAIError
+from scheduler_adapters.front.openai import Answer, ServedModel, TextStream, read_request, room_for
 from scheduler_adapters.hf.tiny import BOS, EOS, VOCAB_SIZE, ByteTokenizer
 
 SERVED = ServedModel("tiny", ByteTokenizer(), VOCAB_SIZE)
@@ -92,6 +93,33 @@ def test_a_request_fits_or_is_refused() -> None:
         room_for(asked(max_tokens=7), 10)
 
 
+@pytest.mark.parametrize(
+    ("kind", "limits", "capacity", "param"),
+    [
+        ("completion", {"max_tokens": 2}, 5, "max_tokens"),
+        ("completion", {}, 5, "max_tokens"),  # the default is 16
+        ("completion", {"max_completion_tokens": 1, "max_tokens": 2}, 5, "max_tokens"),
+        ("completion", {"max_tokens": 1}, 4, "prompt"),
+        ("completion", {"max_tokens": 9}, 3, "prompt"),
+        ("chat", {"max_tokens": 2}, 20, "max_tokens"),
+        ("chat", {"max_completion_tokens": 2}, 20, "max_completion_tokens"),
+        ("chat", {"max_completion_tokens": 2, "max_tokens": 1}, 20, "max_completion_tokens"),
+        ("chat", {"max_completion_tokens": 1}, 19, "messages"),
+        ("chat", {}, 19, "messages"),
+    ],
+)
+def test_the_error_names_the_prompt_if_it_leaves_no_room_and_else_the_limit_on_new_tokens(
+    kind: Any, limits: dict[str, int], capacity: int, param: str
+) -> None:
+    served = ServedModel("tiny", ChatTokenizer(), VOCAB_SIZE)
+    content = {"messages": [{"role": "user", "content": "hi"}]} if kind == "chat" else {}
+    one = asked(kind, served, **content, **limits)
+    assert len(one.prompt) == (19 if kind == "chat" else 4)
+    with pytest.raises(OpenAIError, match=f"at most {capacity} are allowed") as caught:
+        room_for(one, capacity)
+    assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
+
+
 def test_a_chat_needs_a_template_and_may_use_all_remaining_tokens() -> None:
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(OpenAIError, match="no chat template"):
@@ -101,10 +129,10 @@ def test_a_chat_needs_a_template_and_may_use_all_remaining_tokens() -> None:
     assert bytes(one.prompt) == b"<user>hi<assistant>"
     assert room_for(one, 100) == 100 - len(one.prompt)
     assert asked("chat", served, messages=messages, max_completion_tokens=3, max_tokens=9).max_tokens == 3
-    for bad in (None, [], [{"role": "user"}]):
+    for bad, param in ((None, "messages"), ([], "messages"), ([{"role": "user"}], "messages[0].content")):
         with pytest.raises(OpenAIError, match="messages") as caught:
             asked("chat", served, messages=bad)
-        assert caught.value.param == "messages"
+        assert caught.value.param == param
 
 
 def test_text_comes_in_whole_characters_and_incomplete_ones_come_last() -> None:
