@@ -8,6 +8,7 @@ pages is unused.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Literal, NamedTuple, TypeVar, cast, get_args
 
 import numpy as np
@@ -62,13 +63,18 @@ class LayerGroup:
         first = position - (self.window - 1)
         return first * (first > 0)
 
-    def most_pages(self, tokens: int, page_size: int) -> int:
+    def most_pages(self, tokens: int, page_size: int, step_tokens: int = 1) -> int:
         """Returns the largest number of pages that a request holds in one table of the group.
 
-        The request has `tokens` tokens and runs token by token.
+        The request has `tokens` tokens. A step runs at most `step_tokens` of them, from any token on.
         """
         pages = -(-tokens // page_size)
-        return pages if self.kind == "full" else min(pages, -(-(self.window - 1) // page_size) + 1)
+        if self.kind == "full":
+            return pages
+        # The step needs pages for its own tokens, and for the tokens that its first query sees. A window may begin at
+        # any token of a page. If the page size divides the length of chunks, a chunk begins with a page.
+        apart = gcd(self.window, page_size) if self.kind == "chunked" else 1
+        return min(pages, -(-(self.window - 1 + step_tokens + page_size - apart) // page_size))
 
 
 class GroupTable(NamedTuple):
@@ -130,12 +136,12 @@ class LayerTables(NamedTuple):
         tables = zip(self.kinds, self.tables, strict=True)
         return ", ".join(f"{kind} of layers {' '.join(map(str, table.layers))}" for kind, table in tables)
 
-    def most_pages(self, tokens: int, page_size: int) -> int:
+    def most_pages(self, tokens: int, page_size: int, step_tokens: int = 1) -> int:
         """Returns the largest number of pages, summed over all tables, that a request holds.
 
-        The request has `tokens` tokens and runs token by token.
+        The request has `tokens` tokens. A step runs at most `step_tokens` of them.
         """
-        return sum(table.group.most_pages(tokens, page_size) for table in self.tables)
+        return sum(of.num_tables * of.group.most_pages(tokens, page_size, step_tokens) for of in self.groups)
 
 
 def layer_tables(groups: tuple[LayerGroup, ...], num_layers: int) -> LayerTables:

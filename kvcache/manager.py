@@ -110,6 +110,7 @@ class PagedKVCacheManager(Uncopied):
         pages = sizing.pages_per_replica(needs, sizes, available_cache_memory, every)
         check_endpoint(zmq_endpoint_base)
         sizing.warn_of_shortages(needs, sizes, pages)
+        self.longest_request = needs.longest_request(pages, self.max_seq_len)  # in tokens, alone on its replica
         self._replicas = place_replicas(needs, sizes, devices_of, stream, pages)
         self.fingerprint = self._replicas.fingerprint
         self._mark = self._replicas.mark  # the mark of the call that is changing the state

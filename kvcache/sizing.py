@@ -78,11 +78,17 @@ class Needs(NamedTuple):
         count = max(requests * (pages + slab), (requests + 1) * slab - 1)
         return count * self.page_bytes + self.bytes_apart(requests)
 
-    def longest(self, pages: int) -> int:
-        """Returns the length in tokens, in whole pages, of the longest request that fits into `pages` pages."""
-        size, most = self.page_size, self.tables.most_pages
-        fits = bisect_right(range(pages + 1), pages, key=lambda columns: most(columns * size, size))
-        return (fits - 1) * size
+    def longest_request(self, pages: int, most: int) -> int:
+        """Returns the tokens of the longest request that a replica of `pages` pages can hold, at most `most` tokens.
+
+        The request runs alone. It finishes if no step runs more of its tokens than its pages have room for.
+        """
+        size, slab = self.page_size, self.slab_pages
+        if slab and not num_slabs(pages, slab):
+            return 0
+        columns = range(1, -(-most // size) + 1)
+        fits = bisect_right(columns, pages - slab, key=lambda count: self.tables.most_pages(count * size, size))
+        return min(most, fits * size)
 
 
 def estimated_memory_size(
@@ -139,12 +145,13 @@ def max_supported_sequence_length(
 ) -> int:
     """Returns the length in tokens of the longest request that a replica can hold, in whole pages.
 
-    Raises `InvalidParamsError`.
+    The result is at most the number of tokens in the replica's pages, also if every layer has a window. Raises
+    `InvalidParamsError`.
     """
     check_params(params)
     needs, memory = _each_replica(params, check_layers(num_layers), page_size, "memory_available", memory_available)
-    pages, slab = max(0, memory - needs.bytes_apart(1)) // needs.page_bytes, needs.slab_pages
-    return needs.longest(pages - slab) if not slab or num_slabs(pages, slab) > 0 else 0
+    pages = max(0, memory - needs.bytes_apart(1)) // needs.page_bytes
+    return needs.longest_request(pages, pages * needs.page_size)
 
 
 def _each_replica(
@@ -221,7 +228,7 @@ def warn_of_shortages(needs: Needs, sizes: Sizes, pages: int) -> None:
         _log.warning("%s", sentence)
     if pages < rows:
         _log.warning("%d pages a replica for up to %d requests: not all of them can run at a time", pages, rows)
-    if (most := needs.longest(max(0, pages - needs.slab_pages))) < longest:
+    if (most := needs.longest_request(pages, longest)) < longest:
         _log.warning(
             "a request of max_seq_len %d cannot run: a replica has %d pages of %d tokens, enough for requests of up to "
             "%d tokens; give a larger available_cache_memory or a smaller max_seq_len",

@@ -81,6 +81,16 @@ class Pages(Protocol):
         ...
 
     @property
+    def longest_request(self) -> int:
+        """The most tokens of a request whose KV a replica can hold if the request runs there alone."""
+        ...
+
+    @property
+    def slab_pages(self) -> int:
+        """The number of pages that a request takes for its recurrent state; 0 if states have separate memory."""
+        ...
+
+    @property
     def total_num_pages(self) -> int:
         """The number of pages of all replicas, whether in use or not."""
         ...

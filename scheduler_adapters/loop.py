@@ -10,9 +10,11 @@ Each `step` does five things, in this order:
 """
 
 import time
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from kvcache.errors import (
@@ -95,11 +97,12 @@ class ServingLoop(Uncopied, Generic[PagesT_co]):
         # A runner without a vocabulary accepts every token.
         self.vocab_size: int | None = getattr(runner, "vocab_size", None)
         self._has_windows = bool(manager.layer_tables.kinds_named)
+        # the most pages that a request can have for its tokens
+        self._most_pages = manager.total_num_pages // manager.num_replicas - manager.slab_pages
         # If recurrent states share memory with KV pages, claiming a request takes a page for its state. Therefore the
         # loop first asks `admission` whether the request's KV pages will fit as well.
-        shares = getattr(manager, "slab_pages", 0) > 0
         self._admission: Callable[[TextContext], Admission] | None = (
-            getattr(manager, "admission", None) if shares else None
+            getattr(manager, "admission", None) if manager.slab_pages else None
         )
         self.preemptions = 0  # how often a request was preempted
         # whether the first waiting request waits until its cached pages have been loaded from files or a store
@@ -170,13 +173,10 @@ class ServingLoop(Uncopied, Generic[PagesT_co]):
                 f"request {request.request_id!r}: token {highest} is not in the vocabulary of {self.vocab_size} tokens"
             )
         # The last generated token is never an input of the model, so its KV needs no room.
-        pages, size = self.manager.total_num_pages // self.manager.num_replicas, self.manager.page_size
-        tables = self.manager.layer_tables
-        if (needed := tables.most_pages(total - 1, size)) > pages:
-            of_tables = f", as {len(tables.tables)} block tables take {needed} pages" if len(tables.tables) > 1 else ""
+        if total - 1 > (longest := self.manager.longest_request):
             raise PromptTooLongError(
                 f"request {request.request_id!r}: {len(request.prompt)} prompt tokens and {request.max_new_tokens} "
-                f"new ones do not fit in a cache of {pages * size} tokens{of_tables}"
+                f"new ones do not fit: the cache has room for {longest} tokens of a request"
             )
         return context
 
@@ -303,10 +303,9 @@ class ServingLoop(Uncopied, Generic[PagesT_co]):
         Returns False and takes nothing if no row is free, or too few pages are free.
         """
         context = entry.context
-        # With windows, a request gets pages only for its first chunk. After a preemption, chunks begin with the first
-        # token again.
         if self._has_windows:
-            context.set_token_indices(start_idx=0, active_idx=min(context.end_idx, self.token_budget))
+            context.reset()  # after a preemption, chunks begin with the first token again
+        self._choose_chunk(entry)
         if self._admission is not None and not self._admission(context).fits:
             return False
         entry.replica = self.manager.get_or_recommend_replica(context)
@@ -323,13 +322,20 @@ class ServingLoop(Uncopied, Generic[PagesT_co]):
         return reserved
 
     def _choose_chunk(self, entry: Entry) -> None:
-        """With windows, limits the part of a prompt that runs in one step. Pages are reserved only for this part."""
+        """With windows, limits the part of a prompt that runs in one step. Pages are reserved only for this part.
+
+        The longer a chunk is, the more pages it needs. A chunk never needs more pages than an empty replica has, so a
+        request that `add` has accepted can always run.
+        """
         context = entry.context
         if self._has_windows and context.active_length > 1:
-            # A chunk has at least two tokens: a single token would count as a decode step, which looks up no cached
-            # prefix.
-            most = context.start_idx + max(2, self.token_budget)
-            context.set_token_indices(active_idx=min(context.end_idx, most))
+            # A chunk has at least two tokens if there is room for them: a single token would count as a decode step,
+            # which looks up no cached prefix.
+            most, known = max(2, self.token_budget), context.end_idx
+            pages_of = partial(self.manager.layer_tables.most_pages, known, self.manager.page_size)
+            if pages_of(most) > self._most_pages:
+                most = bisect_right(range(2, most), self._most_pages, key=pages_of) + 1
+            context.set_token_indices(active_idx=min(known, context.start_idx + most))
 
     def _run(self, entries: list[Entry]) -> list[Output]:
         """Runs the planned requests, and returns their new tokens.

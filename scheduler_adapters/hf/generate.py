@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcache.errors import InvalidParamsError, SequenceTooLongError
+from kvcache.errors import InvalidParamsError
 from kvcache.manager import PagedKVCacheManager
 from scheduler_adapters.errors import GenerationError, UnsupportedModelError
 from scheduler_adapters.hf.recurrent import groups_of
@@ -58,7 +58,7 @@ class PagedGenerator:
 
         Raises:
             InvalidRequestError: (a ValueError) a prompt is empty, or has a token that the model does not know.
-            PromptTooLongError, SequenceTooLongError: (RuntimeErrors) a prompt and its new tokens can never fit.
+            PromptTooLongError: (a RuntimeError) a prompt and its new tokens can never fit.
             GenerationError: (a RuntimeError) other users hold so many pages or rows of the manager that no prompt can
                 run.
         """
@@ -68,7 +68,7 @@ class PagedGenerator:
             for place, prompt in enumerate(prompts)
         ]
         for request in requests:
-            self._check(request)
+            self._loop.context_for(request)  # refuses a request before any other is queued
         try:
             with paged_attention(self._model):
                 return self._run(requests)
@@ -98,16 +98,6 @@ class PagedGenerator:
                     raise GenerationError(output.error)
                 tokens[output.request_id].append(output.token)
         return list(tokens.values())
-
-    def _check(self, request: Request) -> None:
-        context = self._loop.context_for(request)
-        limit = self._manager.max_seq_len
-        # the last generated token is never an input of the model, so it needs no room
-        if context.max_length - 1 > limit:
-            raise SequenceTooLongError(
-                f"request {request.request_id!r}: {context.current_length} tokens and {request.max_new_tokens} new "
-                f"ones exceed max_seq_len {limit}"
-            )
 
 
 def _check_pages(model: PreTrainedModel, manager: PagedKVCacheManager) -> None:

@@ -237,13 +237,12 @@ def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSig
 
 def _ready(config: ServerConfig, manager: PagedKVCacheManager, exchange: PageExchange) -> msg.Ready:
     """Returns the `Ready` message of this process."""
-    capacity = manager.total_num_pages // manager.num_replicas * manager.page_size
     events, replay = (manager.kv_event_endpoints or [("", None)])[0]
     return msg.Ready(
         name=config.name,
         role=config.role,
         incarnation=exchange.incarnation,
-        max_tokens=min(config.max_seq_len, capacity + 1),
+        max_tokens=min(config.max_seq_len, manager.longest_request + 1),  # the last token needs no room
         page_size=manager.page_size,
         kv_events=events,
         kv_replay=replay or "",

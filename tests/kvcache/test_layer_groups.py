@@ -133,10 +133,24 @@ def test_tables_are_named_by_kind_and_window_and_a_block_table_leaves_out_full_a
     assert tables.kinds_named == ("chunked 8", "window 4")
     assert layer_tables((LayerGroup("window", (0,), 4),), 1).kinds_named == ("window 4",)
     assert layer_tables((), 3).kinds_named == ()
-    assert tables.most_pages(1000, 2) == 500 + 5 + 3
+    assert tables.most_pages(1000, 2) == 500 + 4 + 3
 
 
 def test_groups_are_a_tuple_of_groups() -> None:
     for wrong in ((1,), LayerGroup("full", (0,)), "full", None):
         with pytest.raises(InvalidParamsError, match="groups is"):
             manager_of(params={"groups": wrong})
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 6, 16])
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 6, 9, 16, 33])
+@pytest.mark.parametrize("kind", ["window", "chunked"])
+def test_the_most_pages_are_those_of_the_worst_step(kind: Any, window: int, page_size: int) -> None:
+    group = LayerGroup(kind, (0,), window)
+    for step_tokens in (1, 2, 3, 7, 16, 40):
+        pages = [
+            -(-(start + step_tokens) // page_size) - group.first_seen(start) // page_size
+            for start in range(3 * window * page_size)
+        ]
+        assert group.most_pages(10**6, page_size, step_tokens) == max(pages)
+        assert group.most_pages(5, page_size, step_tokens) == min(-(-5 // page_size), max(pages))

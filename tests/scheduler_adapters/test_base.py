@@ -34,6 +34,6 @@ def test_the_managers_have_the_methods_of_the_protocol() -> None:
     assert len(NAMES) > 12
     manager = manager_of()
     asked = MEMBERS.keys() - {*NAMES}
-    counts = {"num_replicas", "page_size", "total_num_pages", "num_held_blocks"}
+    counts = {"num_replicas", "page_size", "longest_request", "slab_pages", "total_num_pages", "num_held_blocks"}
     assert asked == {*counts, "metrics", "contents", "layer_tables"}
     assert {type(getattr(manager, name)) for name in asked} == {int, KVCacheMetrics, PageContents, LayerTables}

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.errors import InvalidParamsError, InvalidRequestError, PromptTooLongError, SequenceTooLongError
+from kvcache.errors import InvalidParamsError, InvalidRequestError, PromptTooLongError
 from kvcache.replica.context import TextContext
 from scheduler_adapters.errors import GenerationError, UnsupportedModelError
 from scheduler_adapters.hf.generate import PagedGenerator
@@ -121,8 +121,8 @@ def test_one_bad_prompt_is_named_and_none_is_run(model: Any) -> None:
         ([1, 259], 1, InvalidRequestError, "prompt-1'.*token 259 is not in the vocabulary of 259 tokens"),
         ("text", 1, InvalidRequestError, "prompt-1'.*a non-empty list of integers"),
         ([1], 0, InvalidRequestError, "prompt-0'.*max_new_tokens is 0"),
-        ([1] * 190, 12, SequenceTooLongError, "prompt-1'.*190 tokens and 12 new ones exceed max_seq_len 200"),
-        ([1] * 300, 25, PromptTooLongError, "prompt-1'.*cache of 320"),
+        ([1] * 190, 12, PromptTooLongError, "prompt-1'.*190 prompt tokens and 12 new ones do not fit: .* room for 200"),
+        ([1] * 300, 25, PromptTooLongError, "prompt-1'.* room for 200"),
     ):
         with pytest.raises(error, match=message):
             generator.generate([PROMPTS[1], bad], new)  # pyright: ignore[reportArgumentType]
