@@ -170,13 +170,14 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         """Handles a new request."""
         self._scheduling.add(request)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Returns how many tokens a load would add to the computed ones, and whether the load is asynchronous.
 
-        Every load is asynchronous, so the second value is False only if there is nothing to load.
+        Every load is asynchronous, so the second value is False only if there is nothing to load. If the first value is
+        None, vLLM asks again in the next step.
         """
         count = self._scheduling.match(request, num_computed_tokens)
-        return count, count > 0
+        return count, bool(count)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Handles the allocation of blocks to a request: starts its lease or its load."""
@@ -191,6 +192,15 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, WorkersMetadata):
             self._scheduling.update(metadata.outputs)
+        for request_ids in (connector_output.finished_sending, connector_output.finished_recving):
+            self._scheduling.freed(request_ids or ())
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks are about to be freed, so that vLLM waits for them instead of preempting a request.
+
+        A lease that waits for its reader does not count, because it may last for half a minute.
+        """
+        return self._scheduling.frees_soon
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Handles the end of a request of a model with one group."""

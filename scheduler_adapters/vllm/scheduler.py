@@ -18,7 +18,7 @@ import reprlib
 import socket
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -27,6 +27,7 @@ from vllm.v1.request import RequestStatus
 
 from scheduler_adapters.vllm.config import read_options, worker_config
 from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
+from scheduler_adapters.vllm.samples import FirstSample, SharedLeases, SharedLoads, is_later_prompt
 from scheduler_adapters.vllm.versions import OURS, VLLM
 from transfer.connector.metadata import WorkerOutput
 from transfer.connector.scheduler import NixlConnectorScheduler
@@ -72,6 +73,9 @@ class SchedulerSide:
         address = socket.gethostbyname(options.host) if self._serves else "127.0.0.1"
         self._connector = NixlConnectorScheduler(config, options.host, f"tcp://{address}:{options.port}", options.keys)
         self._sources: set[str] = set()  # requests that still run and whose pages a reader will read; each has a lease
+        self._leases, self._loads = SharedLeases(), SharedLoads()
+        self._parked: set[str] = set()  # requests that vLLM has parked until their load has ended
+        self._kept: set[str] = set()  # requests that have ended, and whose blocks vLLM keeps for a lease or a load
         # requests whose pages a reader will read, and whose blocks are not in host buffers yet
         self._unsaved: dict[str, Request] = {}
         self._waiting: dict[str, Wanted] = {}  # requests that will read from a source, and have no blocks yet
@@ -111,6 +115,22 @@ class SchedulerSide:
     def add(self, request: Request) -> None:
         """Handles a new request. If it names a source, the source is told that a reader waits."""
         request_id, params = request.request_id, request.kv_transfer_params
+        if request.abort_immediately:  # vLLM has rejected the request, or a request of another id has failed
+            self._connector.give_back(params, "the request was rejected")
+            return
+        is_first = self._loads.join(request)
+        if is_later_prompt(request_id) and isinstance(params, dict):
+            logger.debug("request %r: only the first of several prompts in a request is handed over", request_id)
+            return
+        if is_first:
+            self._begin(request)
+        if _is_source(params):
+            self._leases.join(request_id)
+            self._shorten(request, params)
+
+    def _begin(self, request: Request) -> None:
+        """Handles the params of a new request, once for all samples of its prompt."""
+        request_id, params = request.request_id, request.kv_transfer_params
         try:
             wanted = (
                 None
@@ -125,9 +145,7 @@ class SchedulerSide:
             self._counts["malformed_params"] += isinstance(error, TransferParamsError)
             self._connector.give_back(params, str(error))
             self._refuse(request_id, str(error))
-        if _is_source(params):
-            self._shorten(request, params)
-        elif isinstance(params, dict) and not isinstance(offers := params.get("do_remote_decode"), bool | None):
+        if isinstance(params, dict) and not isinstance(offers := params.get("do_remote_decode"), bool | None):
             self._counts["malformed_params"] += 1
             logger.warning(
                 "request %r: kv_transfer_params['do_remote_decode'] is %s: true or false is expected; its pages are "
@@ -185,15 +203,28 @@ class SchedulerSide:
         rescued = self._failure_level == logging.WARNING
         logger.log(self._failure_level, "%s%s", reason, "; its prompt is computed here instead" if rescued else "")
 
-    def match(self, request: Request, num_computed_tokens: int) -> int:
-        """Returns how many tokens a load would add to the computed ones. Has no side effect."""
+    def match(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Returns how many tokens a load would add to the computed ones. Has no side effect.
+
+        Returns None if the first sample of the request's prompt still loads: the request then waits for its blocks.
+        """
         request_id = request.request_id
-        if request_id in self._refused:
+        first = self._loads.first(request_id)
+        if first is not None and self._is_loading(first):
+            return None
+        if request_id in self._refused or (first is not None and first.has_failed):
             return max(0, request.num_prompt_tokens - num_computed_tokens)
         wanted, limit = self._waiting.get(request_id), self._limit(request)
         if wanted is None or (self._has_states and wanted.num_tokens > limit):
             return 0
         return max(0, min(wanted.num_tokens, limit) - num_computed_tokens)
+
+    def _is_loading(self, first: FirstSample) -> bool:
+        """Whether the first sample of a prompt has not got its blocks, or its load has not ended."""
+        if (request := first.request) is None:
+            return False
+        waits = request.request_id in self._waiting or request.request_id in self._refused
+        return waits or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
 
     def _limit(self, request: Request) -> int:
         """Returns how many prompt tokens may be loaded.
@@ -210,10 +241,11 @@ class SchedulerSide:
         If the request itself reads from a source, its load begins.
         """
         request_id = request.request_id
-        if _is_source(request.kv_transfer_params):
+        first = self._loads.first(request_id)
+        if request_id in self._leases:
             self._offer(request)
-        elif request_id in self._refused:
-            self._refused.remove(request_id)
+        elif request_id in self._refused or (first is not None and first.has_failed):
+            self._refused.discard(request_id)
             self._park(request_id, num_external_tokens, fails=True)
         elif request_id in self._waiting:
             fails = not self._load(request, self._waiting.pop(request_id), blocks, num_external_tokens)
@@ -224,10 +256,13 @@ class SchedulerSide:
     def _park(self, request_id: str, num_external_tokens: int, *, fails: bool) -> None:
         if num_external_tokens > 0:  # a request without tokens to load runs at once, because it waits for no load
             self._next.parked.add(request_id)
+            self._parked.add(request_id)
             if fails:
                 self._next.refused.add(request_id)
 
     def _offer(self, request: Request) -> None:
+        if self._leases.holder(request.request_id) not in ("", request.request_id):
+            return  # the request shares the lease of another sample of its prompt
         if request.request_id not in self._sources:  # a preempted request still has its lease
             try:
                 self._connector.offer(request.request_id, running=True)
@@ -235,6 +270,7 @@ class SchedulerSide:
                 logger.exception("request %r runs without a lease: no reader can get its pages", request.request_id)
                 return
             self._sources.add(request.request_id)
+            self._leases.hold(request.request_id)
         if self._saves:  # a preempted request is saved again, because its blocks have changed
             self._unsaved[request.request_id] = request
 
@@ -287,8 +323,19 @@ class SchedulerSide:
                 else:
                     self._tell_failure(reason)
             for request_id, reason in progress.sent.items():
+                self._leases.over(request_id)
                 if reason != "read":
                     logger.warning("request %r: its pages were freed before they were read: %s", request_id, reason)
+
+    def freed(self, request_ids: Iterable[str]) -> None:
+        """Records that vLLM no longer waits for the lease or the load of some requests."""
+        self._parked.difference_update(request_ids)
+        self._kept.difference_update(request_ids)
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether vLLM keeps blocks for a lease or a load that was given up, and ends within the next steps."""
+        return any(map(self._connector.is_ending, self._kept))
 
     def _hide(self, request_id: str, unwritten: Mapping[int, int]) -> None:
         """Keeps partly loaded blocks out of vLLM's prefix cache.
@@ -324,31 +371,59 @@ class SchedulerSide:
         request_id = request.request_id
         self._refused.discard(request_id)
         self._waiting.pop(request_id, None)
+        self._loads.leave(request)
         self._connector.cancel(request_id, f"the request has ended: {request.status}")
         # if the status is FINISHED_ERROR, `update` is about to report the failure
         if request.status != RequestStatus.FINISHED_ERROR:
             self._end_span(request_id, f"the request has ended: {request.status}")
         self._unsaved.pop(request_id, None)
-        if request_id not in self._sources:
+        if request_id in self._parked:
+            self._kept.add(request_id)
+        if request_id not in self._leases:
             return False, None
-        self._sources.remove(request_id)
-        self._next.finished.add(request_id)
+        holder, is_last = self._leases.holder(request_id), self._leases.leave(request_id)
+        is_kept = request_id in self._sources
+        params = self._end_source(request, holder, block_ids)
+        if is_last and holder:
+            self._connector.computed(holder)
+        return is_kept, params
+
+    def _end_source(self, request: Request, holder: str, block_ids: Sequence[list[int]]) -> dict[str, Any] | None:
+        """Handles the end of a request whose pages were to be offered. Returns the params for a reader.
+
+        Args:
+            request: the request.
+            holder: the sample of its prompt that has the lease; empty if none has.
+            block_ids: the request's blocks in each group.
+        """
+        request_id = request.request_id
+        if is_holder := request_id in self._sources:
+            self._sources.remove(request_id)
+            self._next.finished.add(request_id)
+            self._kept.add(request_id)
         if request.status not in _DONE:
-            self._connector.abort(request_id, f"the request has ended: {request.status}")
-            return True, None
-        blocks, first_blocks = _without_null(self._select(block_ids))
+            if is_holder:
+                self._give_up(request_id, f"the request has ended: {request.status}")
+            return None
         # This number may include tokens of steps that are still in flight. The tokens of the prompt have all run.
         computed = request.num_computed_tokens
         tokens = computed if self._has_states else min(computed, request.num_prompt_tokens)
         try:
+            if not is_holder:
+                return self._connector.pointer(holder, tokens) if holder else None
+            blocks, first_blocks = _without_null(self._select(block_ids))
             prompt = prompt_of(request, tokens)
-            params = self._connector.params(request_id, prompt, blocks, tokens, first_blocks=first_blocks)
+            return self._connector.params(request_id, prompt, blocks, tokens, first_blocks=first_blocks)
         except TransferError:
             logger.exception("request %r: its params cannot be made, so no reader can get its pages", request_id)
-            self._connector.abort(request_id, "its params could not be made")
-            return True, None
-        self._connector.computed(request_id)
-        return True, params
+            if is_holder:
+                self._give_up(request_id, "its params could not be made")
+            return None
+
+    def _give_up(self, request_id: str, reason: str) -> None:
+        """Ends the lease of a request that has ended."""
+        self._connector.abort(request_id, reason)
+        self._leases.over(request_id)
 
     def close(self) -> None:
         """Stops the handshake server. Safe to call twice."""

@@ -44,6 +44,7 @@ from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 from transfer.wire.messages import (
     LeasedPages,
     LeaseQuery,
+    LeaseRefusal,
     MetadataQuery,
     Ping,
     Pong,
@@ -208,6 +209,7 @@ def make_targets(server: HandshakeServer) -> list[Target]:
         encode_message(MetadataQuery(query_id=1, engine_id="p", compatibility={"model": "m", "dtype": "bfloat16"})),
         encode_message(Ping(query_id=2, engine_id="p")),
         encode_message(LeaseQuery(query_id=3, engine_id="p", lease_id=5, num_tokens=20)),
+        encode_message(LeaseRefusal(query_id=4, engine_id="p", lease_id=5, reader="d", rank=1, ranks=2)),
     ]
     pages = LeasedPages(
         engine_id="p",

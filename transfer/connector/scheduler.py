@@ -9,6 +9,7 @@ step, and passes the result of each worker's `take_output` to `update`. At a sou
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from transfer.errors import HandshakeError, InvalidLeaseError, InvalidTransferEr
 from transfer.pull.lease import LEASE_SLOTS, LeaseRef, LeaseSlots
 from transfer.wire.handshake import EngineCard, HandshakeServer
 from transfer.wire.keys import Keyring
-from transfer.wire.messages import LeasedPages, LeaseQuery, LeaseReply, Wanted, sealed_pages
+from transfer.wire.messages import LeasedPages, LeaseQuery, LeaseRefusal, LeaseReply, Wanted, sealed_pages
 from transfer.wire.prompt import Prompt
 from transfer.wire.secret import fleet_keys
 
@@ -54,6 +55,7 @@ class Offer:
     The scheduler's thread writes this object, and the handshake server's thread reads it.
     """
 
+    request_id: str
     lease: LeaseRef
     ranks: int
     held: OfferedPages | None = None  # None until `params` names the pages
@@ -61,6 +63,8 @@ class Offer:
     over: set[int] = field(default_factory=set[int])  # the ranks on which the lease has ended, or that have refused it
     reason: str = "read"  # why the lease has ended: "read", or the first other reason that a rank has given
     aborted: bool = False  # whether the scheduler has asked for the lease to end
+    engines: int = 1  # how many reading engines must finish before the lease ends
+    refused_by: set[str] = field(default_factory=set[str])  # the reading engines that have refused it here
 
     @property
     def ended(self) -> str:
@@ -112,6 +116,7 @@ class _Load:
     asked: LoadRequest
     received: set[int] = field(default_factory=set[int])
     failed: bool = False
+    cancelled: bool = False  # whether the scheduler has given the load up
     # as in `Progress`, collected from the ranks on which the load has ended
     unwritten: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -150,6 +155,7 @@ class NixlConnectorScheduler(Uncopied):
         self._offers: dict[str, Offer] = {}
         self._by_lease: dict[int, Offer] = {}
         self._loads: dict[str, _Load] = {}
+        self._refusals: deque[LeaseRefusal] = deque(maxlen=LEASE_SLOTS)  # written by the handshake server's thread
 
     def set_handshake_metadata(self, ranks: Mapping[int, bytes], fingerprint: Mapping[str, str] | None = None) -> str:
         """Starts to answer handshakes for the engine. Returns the endpoint for readers.
@@ -169,7 +175,9 @@ class NixlConnectorScheduler(Uncopied):
             )
         metadata = tuple(ranks[rank] for rank in range(self.config.ranks))
         agreed = self.config.fingerprint() if fingerprint is None else fingerprint
-        card = EngineCard(self.config.engine_id, self.config.incarnation, metadata, agreed, self._leased)
+        engine_id, incarnation = self.config.engine_id, self.config.incarnation
+        # `build_metadata` reads the refusals, because the handshake server's thread must not end a lease
+        card = EngineCard(engine_id, incarnation, metadata, agreed, leased=self._leased, refused=self._refusals.append)
         if self._server is None:
             secure = None if self._keyring is None else self._keyring.secure_server
             self._server = HandshakeServer([card], self._bind, secure)
@@ -219,7 +227,7 @@ class NixlConnectorScheduler(Uncopied):
         lease = self._slots.take(self.config.timing.lease)
         if lease is None:
             raise InvalidLeaseError(f"request {request_id!r}: all {LEASE_SLOTS} lease slots are taken")
-        offer = Offer(lease, self.config.ranks)
+        offer = Offer(request_id, lease, self.config.ranks, engines=engines)
         self._offers[request_id] = self._by_lease[lease.lease_id] = offer
         self._metadata.reqs_to_send[request_id] = SendRequest(
             lease=lease, engines=engines, running=running, block_ids=as_blocks(block_ids)
@@ -228,6 +236,11 @@ class NixlConnectorScheduler(Uncopied):
     def computed(self, request_id: str) -> None:
         """Reports that all pages of a request are computed. The clock of the request's lease starts now."""
         self._metadata.reqs_computed.append(request_id)
+
+    def is_ending(self, request_id: str) -> bool:
+        """Whether the request's lease or load was given up and ends within the next steps."""
+        offer, load = self._offers.get(request_id), self._loads.get(request_id)
+        return (offer is not None and offer.aborted) or (load is not None and (load.cancelled or load.failed))
 
     def is_offered(self, request_id: str) -> bool:
         """Whether every rank has granted the request's lease, and none has ended it."""
@@ -272,11 +285,7 @@ class NixlConnectorScheduler(Uncopied):
             InvalidTransferError: there are too few blocks or too few tokens in the prompt, or the number of groups does
                 not match the config.
         """
-        offer = self._offers.get(request_id)
-        if offer is None or offer.ended:
-            reason = "none was granted" if offer is None else offer.ended
-            raise InvalidLeaseError(f"request {request_id!r}: it has no valid lease: {reason}")
-        groups = self.config.groups
+        offer, groups = self._open(request_id), self.config.groups
         firsts = tuple(first_blocks) or (0,) * len(groups)
         check_groups(f"request {request_id!r}", groups, block_ids, firsts)
         if len(prompt.token_ids) < num_tokens:
@@ -288,15 +297,33 @@ class NixlConnectorScheduler(Uncopied):
             for number, (group, blocks, first) in enumerate(zip(groups, block_ids, firsts, strict=True))
         ]
         offer.held = OfferedPages(prompt, num_tokens, as_blocks(kept))
+        return self.pointer(request_id, num_tokens)
+
+    def pointer(self, request_id: str, num_tokens: int) -> dict[str, Any]:
+        """Returns `kv_transfer_params` that name a request's lease, as `params` does, but records no pages.
+
+        Use this for other requests with the same prompt: they share the lease. A reader that asks before `params` was
+        called is told to ask again.
+
+        Raises:
+            InvalidLeaseError: the request has no lease, or its lease has ended on a rank.
+        """
         params = TransferParams(
             engine_id=self.config.engine_id,
             request_id=request_id,
             host=self._host,
             port=self._port,
-            lease_id=f"{offer.lease.lease_id:#018x}",
+            lease_id=f"{self._open(request_id).lease.lease_id:#018x}",
             num_tokens=num_tokens,
         )
         return params_of(params)
+
+    def _open(self, request_id: str) -> Offer:
+        offer = self._offers.get(request_id)
+        if offer is None or offer.ended:
+            reason = "none was granted" if offer is None else offer.ended
+            raise InvalidLeaseError(f"request {request_id!r}: it has no valid lease: {reason}")
+        return offer
 
     def abort(self, request_id: str, reason: str) -> bool:
         """Ends a request's lease, even while a reader reads its pages. Returns False if the request has no lease.
@@ -409,9 +436,10 @@ class NixlConnectorScheduler(Uncopied):
 
         The request's pages may be freed when the request is in `received`.
         """
-        if request_id in self._loads:
+        if (load := self._loads.get(request_id)) is not None:
+            load.cancelled = True
             self._metadata.reqs_to_cancel[request_id] = reason
-        return request_id in self._loads
+        return load is not None
 
     def save(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """Makes every rank copy a request's blocks to its host buffers, if it has host buffers.
@@ -425,8 +453,17 @@ class NixlConnectorScheduler(Uncopied):
 
         From then on, the object collects the work of the next step.
         """
+        while self._refusals:
+            self._on_refusal(self._refusals.popleft())
         metadata, self._metadata = self._metadata, ConnectorMetadata()
         return metadata
+
+    def _on_refusal(self, refusal: LeaseRefusal) -> None:
+        """Ends a lease that its readers have refused, because they cannot load this engine."""
+        if (offer := self._by_lease.get(refusal.lease_id)) is not None:
+            offer.refused_by.add(refusal.reader)
+            if len(offer.refused_by) >= offer.engines and not offer.aborted:
+                self.abort(offer.request_id, refusal.reason)
 
     def update(self, rank: int, output: WorkerOutput) -> Progress:
         """Records the output of one rank's worker, and returns what the scheduler learns from it.

@@ -199,7 +199,8 @@ class PageExchange(Uncopied):
                 )
                 memory = ShardMemory(layout, [tensor.data_ptr() for tensor in tensors], tensors[0].device)
                 ranks.append(self._make_rank(identity, memory))
-            self.threads.append(start_thread(ReplicaTransfer(ranks, client, **options), self.bell.ring))
+            thread = start_thread(ReplicaTransfer(ranks, client, **options), self.bell.ring)
+            self.threads.append(thread)
         except BaseException:
             for rank in ranks:
                 rank.close()
@@ -209,7 +210,9 @@ class PageExchange(Uncopied):
         self._leases.append({})
         sealed = tuple(rank.metadata for rank in ranks)
         lent = partial(self.lending.answer, replica)
-        self.cards.append(EngineCard(self._names[replica], self.incarnation, sealed, compatibility, lent=lent))
+        refused = partial(thread.call_soon, ReplicaTransfer.hear_refusal)
+        card = EngineCard(self._names[replica], self.incarnation, sealed, compatibility, lent=lent, refused=refused)
+        self.cards.append(card)
 
     def engine_id(self, replica: int) -> str:
         """Returns the engine id of a replica."""

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 from numpy.typing import ArrayLike
 
 from kvcache.replica.block_table import BlockTable
@@ -29,7 +30,7 @@ from transfer.pull.shared_pull import SharedPull, SharedPulls, SourcePages
 from transfer.pull.source import Place, Source, check_tokens, source_in
 from transfer.stats import TransferStats
 from transfer.wire.handshake import HandshakeClient
-from transfer.wire.messages import Answer, LeaseQuery, LeaseReply, Wanted
+from transfer.wire.messages import Answer, LeaseQuery, LeaseRefusal, LeaseReply, ReaderNote, Wanted
 
 
 class LeaseOver(NamedTuple):
@@ -175,6 +176,13 @@ class ReplicaTransfer:
         """Ends a lease on every rank. If it was open, a `LeaseOver` event follows."""
         if (lease := self.leases.end(lease_id, reason)) is not None:
             self._on_over(lease)
+
+    def hear_refusal(self, refusal: LeaseRefusal) -> None:
+        """Records that a rank of a reading engine will not read under a lease, as if it had told every local rank."""
+        note = ReaderNote(refusal.lease_id, refusal.reader, refusal.rank, refusal.ranks, "refused", refusal.reason)
+        for at in range(len(self.ranks)):
+            if (lease := self.leases.hear(note, at)) is not None:
+                self._on_over(lease)
 
     def _on_over(self, lease: Lease) -> None:
         self.stats.record_lease(lease.ended)
@@ -554,6 +562,8 @@ class ReplicaTransfer:
             pull.waiting.clear()
             if not pull.refusal:
                 self.stats.record_failure(failure.kind)
+            if failure.kind is FailureKind.HANDSHAKE and not pull.started:
+                self._tell_unloaded(pull, failure)
             # If the pull could not be opened on one of the ranks, `pull.reads` has fewer entries than there are ranks.
             for rank, one in zip(self.ranks, pull.reads, strict=False):
                 rank.puller.withdraw(one, failure)
@@ -565,6 +575,24 @@ class ReplicaTransfer:
             return
         pull.told = True
         self._report(PullEvent(key, pull.error.text, safe=safe, passed=pull.passed if safe else 0))
+
+    def _tell_unloaded(self, pull: ReplicaPull, failure: Failure) -> None:
+        """Tells a source that could not be loaded that its lease will not be read.
+
+        No note can reach such a source, because notes go through NIXL. If this message is lost, too, the lease expires.
+        """
+        source = pull.source
+        refusal = LeaseRefusal(
+            query_id=0,
+            engine_id=source.engine_id,
+            lease_id=source.lease_id if isinstance(source, Wanted) else source.lease.lease_id,
+            reader=self.ranks[0].identity.engine_id,
+            # a request's address, which the text quotes, may have lone surrogates
+            reason=(pull.refusal or failure.text)[:500].encode(errors="replace").decode(),
+        )
+        for identity in (rank.identity for rank in self.ranks):
+            one = msgspec.structs.replace(refusal, rank=identity.rank, ranks=identity.ranks)
+            self._client.ask(source.address, one, lambda _: None, self._times.handshake_timeout_s)
 
     def _expire(self) -> None:
         now = self._clock()

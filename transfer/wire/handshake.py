@@ -43,9 +43,10 @@ _UNREAD = 128  # how many queries from one peer are queued in this process; furt
 # answer still waits for.
 _HOLD_S = 0.1
 _MOST_HELD = 256
-# How many lease and content queries one rank of a reader may make per second. A rank asks once for each request, and
+# How many queries of `_OF_LEASES` one rank of a reader may make per second. A rank asks once for each request, and
 # asks again while the lease is being granted.
 _LEASES_PER_S = 4000
+_OF_LEASES = (msg.LeaseQuery, msg.LeaseRefusal, msg.ContentQuery)
 
 # The rate is in frames per second of one connection. It is four times that of a rank: a REQ socket sends an empty
 # frame before each query, and a reader asks for all its ranks over one connection.
@@ -72,6 +73,8 @@ class EngineCard:
         lent: answers a content query; called on the server's thread. None if the engine lends no pages by content. If
             the answer only names what the engine waits for, the server does not send it, but holds the query for a
             moment: see `HandshakeServer.look_again`.
+        refused: called on the server's thread if a reader will not read under a lease. None if the engine grants no
+            leases.
     """
 
     engine_id: str
@@ -80,6 +83,7 @@ class EngineCard:
     compatibility: Mapping[str, str] = field(default_factory=dict[str, str])
     leased: Callable[[msg.LeaseQuery], msg.LeaseReply] | None = None
     lent: Callable[[msg.ContentQuery], msg.LeaseReply] | None = None
+    refused: Callable[[msg.LeaseRefusal], object] | None = None
 
 
 def differences(
@@ -218,7 +222,7 @@ class HandshakeServer:
             query = msg.decode_query(rest[0]) if len(rest) == 1 else _refusal(f"{len(rest)} frames, 1 is expected")
         except MetadataError as error:
             query = _refusal(str(error)[:500])
-        throttle = self._lease_throttle if isinstance(query, msg.LeaseQuery | msg.ContentQuery) else self._throttle
+        throttle = self._lease_throttle if isinstance(query, _OF_LEASES) else self._throttle
         if not throttle.admits(identity):
             self.counts["throttled"] += 1  # the query gets no answer, because the peer asks too often
             return
@@ -241,7 +245,9 @@ class HandshakeServer:
         card = cards.get(engine_id) or (next(iter(cards.values())) if cards and not engine_id else None)
         if card is None:
             return _refusal(f"engine {engine_id[:100]!r} is not here: {sorted(cards)[:8]}", query.query_id)
-        if isinstance(query, msg.Ping):
+        if isinstance(query, msg.LeaseRefusal) and card.refused is not None:
+            card.refused(query)
+        if isinstance(query, msg.Ping | msg.LeaseRefusal):
             return msg.Pong(query_id=query.query_id, engine_id=card.engine_id, incarnation=card.incarnation)
         if isinstance(query, msg.LeaseQuery):
             if card.leased is None:

@@ -150,6 +150,32 @@ class LeaseQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, 
     num_tokens: int
 
 
+class LeaseRefusal(
+    msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="lease-refusal/1"
+):
+    """Tells an engine that a reader will not read under a lease. A `Pong` acknowledges it.
+
+    A reader sends a `ReaderNote` instead if it has loaded the engine.
+
+    Attributes:
+        query_id: id of the query. The answer repeats it.
+        engine_id: the engine that has granted the lease.
+        lease_id: the lease.
+        reader: id of the reading engine.
+        rank: index of the sending rank among `ranks`.
+        ranks: number of ranks of the reading engine.
+        reason: why the reader refuses.
+    """
+
+    query_id: int
+    engine_id: str
+    lease_id: int
+    reader: _Name
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] = 0
+    ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    reason: Annotated[str, Meta(max_length=512)] = ""
+
+
 class LeaseReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="lease-reply/1"):
     """Answers a `LeaseQuery` or a `ContentQuery`.
 
@@ -266,7 +292,7 @@ class ReaderNote(msgspec.Struct, frozen=True, array_like=True, tag="note/1"):
     reason: str = ""
 
 
-Query = MetadataQuery | LeaseQuery | ContentQuery | Ping
+Query = MetadataQuery | LeaseQuery | LeaseRefusal | ContentQuery | Ping
 Answer = MetadataReply | LeaseReply | Pong | QueryRefusal
 
 _encoder = msgspec.msgpack.Encoder()

@@ -5,6 +5,7 @@ params.
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,8 @@ from transfer.errors import (
     TransferParamsError,
 )
 from transfer.pull.lease import LEASE_SLOTS
-from transfer.wire.messages import LeaseQuery, LeaseReply, open_pages
+from transfer.wire.handshake import HandshakeClient
+from transfer.wire.messages import LeaseQuery, LeaseRefusal, LeaseReply, Pong, open_pages
 from transfer.wire.prompt import Prompt
 
 FULL = GroupConfig(layers={"a": 0}, block_size=8, head_dim=4)
@@ -109,6 +111,64 @@ def test_a_lease_that_params_name_is_given_back_once_with_the_reason(make: Any) 
     assert (named.address, named.lease_id, reason) == (source.address, int(made["lease_id"], 16), "wrong")
     assert reader.build_metadata().to_give_back == []
     assert open_pages(answer(source, made, named.num_tokens).pages, "p", named.lease_id).block_ids == ((5, 6, 7),)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_lease_ends_if_its_readers_refuse_it_over_the_side_channel(make: Any, engines: int) -> None:
+    source = make(tp=2)
+    offered(source, engines=engines)
+    lease_id = int(params(source)["lease_id"], 16)
+    refusal = LeaseRefusal(query_id=1, engine_id="p", lease_id=lease_id, reader="d", reason="fp8")
+    client = HandshakeClient()
+
+    def ask(**changes: Any) -> ConnectorMetadata:
+        answers: list[object] = []
+        client.ask(source.address, msgspec.structs.replace(refusal, **changes), answers.append)
+        while not answers:
+            client.poll()
+            time.sleep(1e-3)
+        assert isinstance(answers[0], Pong)
+        return source.build_metadata()
+
+    assert not ask(lease_id=5).reqs_not_processed
+    if engines == 2:
+        assert not ask().reqs_not_processed
+        assert not ask(rank=1, ranks=2).reqs_not_processed, "another rank of the same engine"
+    assert not source.is_ending("r")
+    assert ask(reader="e").reqs_not_processed == {"r": "fp8"}
+    assert source.is_ending("r")
+    assert not ask().reqs_not_processed
+    for rank in range(2):
+        progress = source.update(rank, WorkerOutput(sent={"r": "fp8"}))
+    assert (progress.sent, source.is_ending("r")) == ({"r": "fp8"}, False)
+    client.close()
+
+
+def test_other_requests_with_the_same_prompt_can_name_the_same_lease(make: Any) -> None:
+    source = make()
+    with pytest.raises(InvalidLeaseError, match="request 'r': it has no valid lease: none was granted"):
+        source.pointer("r", 20)
+    offered(source)
+    early = source.pointer("r", 20)
+    assert answer(source, early).waits_for == "its request is still computed"
+    assert params(source) == early
+    assert answer(source, early).pages
+    source.abort("r", "over")
+    with pytest.raises(InvalidLeaseError, match="it is being ended"):
+        source.pointer("r", 20)
+
+
+def test_a_load_that_was_given_up_is_about_to_end(make: Any) -> None:
+    source, reader = make(), make()
+    offered(source)
+    wanted = reader.read("d", params(source), PROMPT)
+    assert wanted is not None
+    reader.hold("d", wanted)
+    assert not reader.is_ending("d")
+    reader.cancel("d", "over")
+    assert reader.is_ending("d")
+    reader.update(0, WorkerOutput(received={"d"}))
+    assert not reader.is_ending("d")
 
 
 def test_the_pages_of_a_lease_are_told_when_its_request_is_computed(make: Any) -> None:

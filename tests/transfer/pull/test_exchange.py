@@ -85,6 +85,24 @@ def test_if_the_secrets_differ_or_one_is_missing_a_pull_fails_with_that_reason(
     reader.manager.cancel_import(pending)
 
 
+def test_a_source_that_a_reader_cannot_load_gets_its_pages_back_at_once(side: Any) -> None:
+    """Notes about leases go through NIXL, which has not loaded the source. The lease would last for minutes."""
+    source, reader = side(Side, "p"), side(Reader, "d", compatibility={"cache dtype": "fp8"})
+    for refuses in (lambda offer: None, lambda offer: reader.exchange.refuse(0, offer, "not wanted")):
+        offer, _, pending = leased(source, reader)
+        refuses(offer)
+        event, proof = reader.pull(source, offer, pending)
+        assert "cache dtype: None at the source, 'fp8' at the reader" in event.error
+        assert proof is None
+        source.until(lambda: any(one.event.lease_id == offer.lease.lease_id for one in source.of(LeaseOver)))  # noqa: B023
+        reader.manager.cancel_import(pending)
+        reader.manager.release("r")
+        assert source.manager.num_leased_blocks == 0
+    reasons = [one.event.reason for one in source.of(LeaseOver)]
+    assert "is not compatible: cache dtype" in reasons[0]
+    assert reasons[1] == "not wanted" or "is not compatible" in reasons[1]
+
+
 @pytest.mark.parametrize(("allowed", "said"), [((), "is not in allowed_peers"), (("10.2.0.0/16",), "no answer from")])
 def test_only_listed_hosts_are_contacted(side: Any, allowed: tuple[str, ...], said: str) -> None:
     source, reader = side(Side, "p"), side(Reader, "d", allowed_peers=allowed, replica_options=QUICK)

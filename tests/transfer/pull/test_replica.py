@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from transfer.pull.remote import RemoteEngine
 from transfer.pull.replica import LeaseOffer, LeaseOver, Offered
 from transfer.pull.source import Source
 from transfer.wire.handshake import EngineCard, HandshakeServer
-from transfer.wire.messages import LeasedPages, LeaseQuery, LeaseReply, Wanted, open_rank, sealed_pages
+from transfer.wire.messages import LeasedPages, LeaseQuery, LeaseRefusal, LeaseReply, Wanted, open_rank, sealed_pages
 
 
 def test_a_pull_is_small_by_the_bytes_of_all_ranks_once_its_source_is_known(
@@ -691,6 +692,28 @@ def test_incompatible_settings_are_refused_with_both_values(engine: Any) -> None
     differ = "dtype: 'bf16' at the source, None at the reader, model: 'llama' at the source, 'qwen' at the reader"
     assert differ in d.pulls[-1].error
     assert d.ranks[0].remote("p") is None
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_lease_of_a_source_that_cannot_be_loaded_is_refused_over_the_side_channel(engine: Any, tp: int) -> None:
+    p, d = engine("p", 2), engine("d", tp, compatibility={"model": "qwen"})
+    refusals: deque[LeaseRefusal] = deque()
+    p.card = replace(p.card, refused=refusals.append)
+    lease, other = p.offer(), p.offer("s", 1)
+    pull(d, p.source(lease))
+    run(p, d, until=lambda: settled(d)() and len(refusals) == tp)
+    assert sorted((one.lease_id, one.reader, one.rank, one.ranks) for one in refusals) == [
+        (lease.lease_id, "d", rank, tp) for rank in range(tp)
+    ]
+    for refusal in refusals:
+        assert not p.overs
+        p.replica.hear_refusal(refusal)
+        p.replica.hear_refusal(refusal)  # twice is as good as once
+        p.take()
+    ((request_id, lease_id, reason),) = p.overs
+    assert (request_id, lease_id) == ("r", lease.lease_id)
+    assert "model: 'm' at the source, 'qwen' at the reader" in reason
+    assert p.replica.leases.ids() == [other.lease_id]
 
 
 def test_an_engine_does_not_read_from_itself(engine: Any) -> None:
