@@ -95,5 +95,12 @@ class InvariantError(KVCacheError, RuntimeError):
     nothing_changed = False
 
 
+class MovedMemoryError(KVCacheError, RuntimeError):
+    """Memory whose address is registered or known elsewhere has moved, or torch was asked to move it.
+
+    If it has moved, the manager or the transfer engine that owns the address cannot be used any more.
+    """
+
+
 class WatchError(KVCacheError, ValueError):
     """A watched process sent something that is not a valid snapshot, or its address cannot be watched."""

@@ -638,7 +638,7 @@ class PagedKVCacheManager(Uncopied):
             self._replicas.flush()
 
     def check(self) -> None:
-        """Recount everything. Raises `InvariantError` (a RuntimeError) that names the first discrepancy."""
+        """Recount everything. Raises `InvariantError` or `MovedMemoryError` (RuntimeErrors) if anything is wrong."""
         self._mark.check_books("check")
         self._replicas.check()
         self._claims.check()

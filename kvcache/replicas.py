@@ -491,7 +491,12 @@ class Replicas:
             self._events.close()
 
     def check(self) -> None:
-        """Recount every replica, then the tiers below. Raises `InvariantError` at the first discrepancy."""
+        """Recount every replica, then the tiers below. Raises `InvariantError` at the first discrepancy.
+
+        Raises `MovedMemoryError` if memory of pages or tables is no longer at its address.
+        """
+        for place in self.placed:
+            place.check()
         for replica in self.each:
             _check_replica(replica)
         self.steps.check()

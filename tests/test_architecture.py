@@ -24,7 +24,7 @@ VALUES = {
     "kvcache": {
         *("addresses", "arguments", "copies", "errors", "eviction_order", "families", "layer_groups", "layout"),
         *("params", "retention", "sockets", "types"),
-        *("uncopied", "under_way"),
+        *("uncopied", "under_way", "unmoved"),
     },
     "transfer": {"errors", "failures", "memory", "spans", "stats"},
     "scheduler_adapters": {"base", "errors", "interrupts", "loop", "overlapped"},
@@ -106,7 +106,8 @@ ROOMS: dict[str, set[str]] = {
 # `transfer` may import these modules of `kvcache`: the contract between the packages.
 CONTRACT = {
     *("kvcache.arguments", "kvcache.errors", "kvcache.families", "kvcache.layer_groups", "kvcache.layout"),
-    *("kvcache.sockets", "kvcache.uncopied", "kvcache.watch.messages", "kvcache.replica.block_table"),
+    *("kvcache.sockets", "kvcache.uncopied", "kvcache.unmoved", "kvcache.watch.messages"),
+    "kvcache.replica.block_table",
 }
 # The files of `kvcache` that use sockets.
 _SOCKETS = {

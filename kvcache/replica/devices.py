@@ -18,6 +18,7 @@ from kvcache.replica.inputs import DeviceTables, HostTables, StepTables, build_i
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Pages, Rows
 from kvcache.types import RaggedKVCacheInputs
+from kvcache.unmoved import Unmoved
 
 
 class PageMemory:
@@ -35,6 +36,7 @@ class PageMemory:
         self.blocks = [allocate_blocks(layout, pages, device) for layout, device in zip(layouts, devices, strict=True)]
         # the memory of each shard with one row for each whole page, including its scales
         self.rows = [page_rows(blocks) for blocks in self.blocks]
+        self.unmoved = Unmoved({f"pages of shard {shard}": blocks for shard, blocks in enumerate(self.blocks)})
 
     def settle(self) -> None:
         """Wait until the devices have finished all work."""
@@ -102,6 +104,12 @@ class PlacedReplica:
                     table.upload_changes(changed)
                 rows.changed[changed] = False
             return build_inputs(self._pools, tables, state, self.replica.page_size, num_steps)
+
+    def check(self) -> None:
+        """Raise `MovedMemoryError` if any of this replica's memory is no longer at its address."""
+        tables = [one.unmoved for made in self._of_steps.values() for one in made]
+        for unmoved in (self.memory.unmoved, self.replica.rows.unmoved, *tables):
+            unmoved.check()
 
     def step_tables(self, number: int) -> list[StepTables]:
         """Returns the set of step tables with this number, one entry for each shard.

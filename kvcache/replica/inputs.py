@@ -15,6 +15,7 @@ from kvcache.params import KVCacheParams
 from kvcache.replica.batch import BatchState
 from kvcache.replica.rows import Ints, Rows
 from kvcache.types import RaggedKVCacheInputs
+from kvcache.unmoved import Unmoved
 
 
 class HostTables:
@@ -64,7 +65,8 @@ class DeviceTables:
 class StepTables:
     """The lookup tables of one step in flight.
 
-    They are copies in separate memory, which has the same address in each step. Rows and columns that the batch does
+    They are copies in separate memory, which has the same address in each step, so they cannot be sent to another
+    process. Rows and columns that the batch does
     not use are cleared: the rows have length 0, and the columns name the null page. So a CUDA graph that was captured
     for more rows and columns may read the tables.
     """
@@ -73,6 +75,7 @@ class StepTables:
         self._source = source
         self._table = torch.zeros(tensor.shape, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(tensor.shape[-2], dtype=torch.int32, device=device)
+        self.unmoved = Unmoved({"lookup table of a step": self._table, "lengths of a step": self._lengths})
         self._used = 0, 0  # how many rows and columns of the tables the previous step used
 
     def lookup(self, rows: Rows, columns: int) -> torch.Tensor:

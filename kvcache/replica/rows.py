@@ -13,6 +13,7 @@ from kvcache.errors import InvalidRequestError
 from kvcache.layer_groups import TableGroup
 from kvcache.pool.index import NO_PAGE, Pages
 from kvcache.types import RequestID
+from kvcache.unmoved import Unmoved
 
 Ints = NDArray[np.int64]
 Rows = Ints | slice
@@ -92,6 +93,7 @@ class BlockRows:
         # columns]`.
         self.tensor = torch.zeros(shape if shape[0] > 1 else shape[1:], dtype=torch.int32, pin_memory=pinned)
         self.table: Pages = self.tensor.numpy().reshape(shape)  # a view of `tensor`
+        self.unmoved = Unmoved({"block tables": self.tensor})
         self._first_table: Pages = self.table[0]
         # A flat view of `table`, because numpy indexes a flat array in a tenth of the time. `places` returns the
         # indices.

@@ -45,6 +45,7 @@ from kvcache.states.state_memory import StateRoom, StateViews, state_rows
 from kvcache.types import StateCopy
 from kvcache.uncopied import Uncopied
 from kvcache.under_way import UnderWay
+from kvcache.unmoved import Unmoved
 
 Counts = NDArray[np.int64]
 """A number for each page of a pool."""
@@ -79,6 +80,7 @@ class StatePages(Uncopied):
         self._mark = mark  # the manager's mark
         self.layouts, self.blocks, self.tensors, self._kinds, self.pool = room
         self.shape, self.num_pages = shape, room.pool.num_pages
+        self._unmoved = Unmoved({f"states {at}": one for at, one in enumerate(chain.from_iterable(self.blocks))})
         self._rows = state_rows(self.layouts, self.blocks)
         self._views = StateViews(self.layouts, self.blocks, shape.matrix)
         self.read, self.write = self._views.read, self._views.write
@@ -580,6 +582,7 @@ class StatePages(Uncopied):
         Exactly `request_ids` must have a page. `written` are the pages to which transfers write, and `leased` is the
         number of leases on each page. Page 0 must be empty.
         """
+        self._unmoved.check()
         if wrong := set(request_ids).symmetric_difference(self._page_of):
             raise InvariantError(f"these requests have a state page or a row, but not both: {sorted(wrong)}")
         try:

@@ -27,6 +27,7 @@ from kvcache.pool.pages import PagePool
 from kvcache.pool.pages_below import NO_SLOTS, Asked, PagesBelow, Slots
 from kvcache.replica.rows import Pages, Rows, as_rows
 from kvcache.tiers.page_files import FileRefusal, FileRefusals
+from kvcache.unmoved import Unmoved
 
 _T = TypeVar("_T")
 # In bytes: how much is copied to the device between two steps for readers of leased pages. Copies for this manager's
@@ -48,6 +49,7 @@ class HostTier:
         owner = self if pinned else None
         self.memory = [allocate_host_rows(num_slots + 1, size, owner) for size in shard_bytes]
         self._rows = [memory.numpy() for memory in self.memory]
+        self.unmoved = Unmoved({f"host pages of shard {shard}": memory for shard, memory in enumerate(self.memory)})
         self.lower: list[LowerTier] = []  # the tiers below the host tier, nearest first
 
     def touch(self, slots: Slots) -> None:

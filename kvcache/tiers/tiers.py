@@ -199,6 +199,7 @@ class Tiers:
 
         Raises `InvariantError` at the first discrepancy.
         """
+        self.host.unmoved.check()
         for lower in self.lower:
             lower.check()
         holders = self._holders()

@@ -79,7 +79,8 @@ def cache_layout(config: WorkerConfig, caches: Mapping[str, Cache], cross_layer:
             f"{where}: {len(missing)} of its layers have no cache ({min(missing)!r} is the first): with pp_size 1 "
             "a rank needs the caches of all layers"
         )
-    return ShardMemory(layout, tuple(storages.regions), devices.pop())
+    named = {f"layer {name!r}, tensor {at}": one for name, found in tensors.items() for at, one in enumerate(found)}
+    return ShardMemory(layout, tuple(storages.regions), devices.pop(), named)
 
 
 def _group(
@@ -273,7 +274,8 @@ def _merge_last(label: str, tensor: torch.Tensor, dimensions: int) -> tuple[list
     return shape, strides
 
 
-_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""For each number of bytes of an element, the type as which its bits are copied. torch cannot index every type."""
 
 
 class LayerView:
@@ -305,7 +307,7 @@ class LayerView:
         # its elements as integers `[pages, sides, heads, tokens, dims]`.
         self._boxes: list[tuple[int, torch.Tensor]] = []
         for box in boxes:
-            raw = torch.empty(0, dtype=_RAW[box.itemsize], device=memory.device)
+            raw = torch.empty(0, dtype=RAW[box.itemsize], device=memory.device)
             steps = [step // box.itemsize for step in (box.page_stride, *box.strides[1:])]
             sizes, storage = (held.num_pages, *box.extent[1:]), storages[memory.bases[box.region]]
             view = raw.set_(storage, box.offset // box.itemsize, sizes, steps)
@@ -314,7 +316,7 @@ class LayerView:
     def read(self, pages: Sequence[int]) -> torch.Tensor:
         """Returns the bits of some pages as integers `[pages * tokens, heads, content]`, in host memory."""
         shape = (len(pages) * self.page_size, self.heads, self.content)
-        found = torch.empty(shape, dtype=_RAW[self.itemsize])
+        found = torch.empty(shape, dtype=RAW[self.itemsize])
         for first, elements in self._boxes:
             held = elements[list(pages)].permute(0, 3, 2, 1, 4).reshape(*shape[:2], -1)
             found[..., first : first + held.shape[-1]] = held.cpu()

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from transfer.connector.cache_layout import Cache, tensors_of
+from transfer.connector.cache_layout import RAW, Cache, tensors_of
 from transfer.connector.config import GroupConfig, WorkerConfig
 from transfer.errors import InvalidEngineError
 
@@ -87,10 +87,10 @@ class HostBuffers:
             for there, here in zip(tensors_of(cache), tensors_of(target[name]), strict=True):
                 group = self._group_of[name]
                 axes = group.state[0].axes.split(",") if group.is_state else _names(there, group)
-                axis = axes.index("page")
-                picked = there.index_select(axis, torch.as_tensor(source_pages, device=there.device))
+                axis, raw = axes.index("page"), RAW.get(there.element_size(), there.dtype)
+                picked = there.view(raw).index_select(axis, torch.as_tensor(source_pages, device=there.device))
                 rows = torch.as_tensor(target_pages, device=here.device)
-                here.index_copy_(axis, rows, picked.to(here.device))
+                here.view(raw).index_copy_(axis, rows, picked.to(here.device))
 
 
 def _names(tensor: torch.Tensor, group: GroupConfig) -> list[str]:

@@ -10,7 +10,6 @@ The step loop only hands work to the transfer thread and takes events from it. O
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -25,7 +24,7 @@ from transfer.errors import EngineClosedError, InvalidEngineError, InvalidTransf
 from transfer.plan.page_lists import kernel_pages
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory
-from transfer.pull.replica import Event, LeaseOffer, ReplicaTransfer
+from transfer.pull.replica import LeaseOffer, ReplicaTransfer
 from transfer.pull.thread import TransferThread, start_thread
 from transfer.stats import StatsSnapshot
 from transfer.wire.allowed_peers import AllowedPeers
@@ -58,7 +57,7 @@ class NixlConnectorWorker(Uncopied):
         self._rank: RankTransfer | None = None
         self._host: HostBuffers | None = None
         self._copy: CopyBlocks | None = None
-        self._events: deque[Event] = deque()
+        self._heard: TransferThread | None = None  # whose events are taken, even after `shutdown`
         self._has_news = self._is_shut = False
         self._close: Callable[[], object] | None = None
         self.config = check_config(config)
@@ -130,7 +129,7 @@ class NixlConnectorWorker(Uncopied):
             idle_s=config.timing.idle,
         )
         self._thread = start_thread(replica)
-        self._events = self._thread.events
+        self._heard = self._thread
         # The finalizer also closes the thread when the worker is garbage-collected or the interpreter exits, because a
         # NIXL agent that is still open would then abort the process.
         self._close = weakref.finalize(self, self._thread.close)
@@ -254,8 +253,8 @@ class NixlConnectorWorker(Uncopied):
                 self._host.save(number, self._pages(number, blocks))
 
     def _drain(self) -> None:
-        while self._events:
-            event = self._events.popleft()
+        while self._heard is not None and self._heard.events:
+            event = self._heard.take()
             self._has_news = True
             if not isinstance(event, PullEvent):
                 self._book.on_lease(event)

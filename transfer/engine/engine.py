@@ -126,6 +126,10 @@ class KVTransferEngine(Uncopied):
         if not self.tensor_agents:
             raise EngineClosedError(f"{self._here} was cleaned up")
 
+    def _check_unmoved(self) -> None:
+        for agent in itertools.chain.from_iterable(self.tensor_agents):
+            agent.unmoved.check()
+
     @property
     def remote_connections(self) -> dict[str, KVTransferEngineMetadata]:
         """The metadata of each connected peer, by engine name. Dead peers stay here until `disconnect`."""
@@ -227,6 +231,7 @@ class KVTransferEngine(Uncopied):
         Raises:
             InvalidTransferError: a page or replica does not exist, the numbers of source and destination pages differ,
                 a destination page is named twice, or a local page is in quarantine.
+            MovedMemoryError: torch has moved a tensor of this engine.
             UnknownPeerError: no engine of this name is connected, or only another incarnation of it is.
             PeerFailedError: the peer is gone.
             TransferFailedError: NIXL refused a shard. The shards started before it are parked, and the transfer never
@@ -256,6 +261,7 @@ class KVTransferEngine(Uncopied):
         replicas: tuple[int, int],
     ) -> TransferReqData:
         self._check_open()
+        self._check_unmoved()
         connection = self._peers.connection(remote)
         mine, theirs = self.metadata, connection.metadata
         source, destination = (theirs, mine) if is_read else (mine, theirs)
@@ -300,8 +306,11 @@ class KVTransferEngine(Uncopied):
             UnknownTransferError: the transfer was cleaned up or given up.
             UnknownPeerError: the peer that started the transfer is not connected, so no notification can come.
             InvalidTransferError: the request does not belong to this engine.
+            MovedMemoryError: torch has moved a tensor of this engine, so what arrived may be missing.
         """
-        if not self._is_ours(transfer_req):
+        is_ours = self._is_ours(transfer_req)
+        self._check_unmoved()
+        if not is_ours:
             return self._has_arrived(transfer_req)
         posting = self._postings.get(transfer_req.transfer_name)
         if not self._postings.is_done(posting):

@@ -18,6 +18,7 @@ from transfer.plan.runs import PagePairs, Runs
 
 _MOST_FEW = 8
 """Up to this many runs, plain Python builds descriptors faster than numpy does."""
+_GONE = " is gone, or has moved or freed its tensors"
 
 
 def page_runs(label: str, src: Ints, dst: Ints, page_bytes: int) -> Runs:
@@ -187,7 +188,7 @@ class Postings:
         return {posting for posting in (*self.started.values(), *self.parked.values()) if posting.is_moving()}
 
     def _fail(self, posting: Posting, error: AgentError) -> TransferFailedError:
-        kind, gone = (PeerFailedError, " is gone") if error.peer_lost else (TransferFailedError, "")
+        kind, gone = (PeerFailedError, _GONE) if error.peer_lost else (TransferFailedError, "")
         name, connection = posting.request.transfer_name, posting.connection
         failure = kind(f"{self._here}: transfer {name} failed, peer {connection.metadata.name!r}{gone}: {error}")
         posting.failure = failure

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kvcache.unmoved import Unmoved
 from transfer.engine.metadata import TensorAgentMetadata
 from transfer.errors import InvalidEngineError
 from transfer.memory import MemoryType
@@ -28,6 +29,7 @@ class TensorAgent:
         device_id: index of the device; 0 for host memory.
         agent_metadata: metadata that another NIXL agent loads in order to reach this agent.
         reg_dlist: NIXL's record of the registration.
+        unmoved: keeps the tensor at its address.
     """
 
     agent: Agent
@@ -38,6 +40,7 @@ class TensorAgent:
     device_id: int
     agent_metadata: bytes
     reg_dlist: Any
+    unmoved: Unmoved
 
     @classmethod
     def create_agent(
@@ -72,7 +75,8 @@ class TensorAgent:
         agent = Agent(agent_name, memory_type, background_runs=_BACKGROUND_RUNS)
         base, device = tensor.data_ptr(), max(tensor.get_device(), 0)
         registered = agent.register([(base, tensor.nbytes, device)])
-        return cls(agent, agent_name, tensor, base, agent.backend, device, agent.metadata, registered)
+        unmoved = Unmoved({f"the tensor of agent {agent_name!r}": tensor})
+        return cls(agent, agent_name, tensor, base, agent.backend, device, agent.metadata, registered, unmoved)
 
     def to_metadata(self) -> TensorAgentMetadata:
         """Returns the metadata of this tensor for a peer."""

@@ -197,7 +197,8 @@ class PageExchange(Uncopied):
                     key=self._key,
                     table_key=self._table_key,
                 )
-                memory = ShardMemory(layout, [tensor.data_ptr() for tensor in tensors], tensors[0].device)
+                named = {f"tensor {at} of shard {rank}": tensor for at, tensor in enumerate(tensors)}
+                memory = ShardMemory(layout, [tensor.data_ptr() for tensor in tensors], tensors[0].device, named)
                 ranks.append(self._make_rank(identity, memory))
             thread = start_thread(ReplicaTransfer(ranks, client, **options), self.bell.ring)
             self.threads.append(thread)
@@ -499,9 +500,9 @@ class PageExchange(Uncopied):
         return [event for replica in range(len(self.threads)) for event in self._take(replica)]
 
     def _take(self, replica: int) -> list[ExchangeEvent]:
-        events, found = self.threads[replica].events, list[ExchangeEvent]()
-        while events:
-            event, proof = events.popleft(), None
+        thread, found = self.threads[replica], list[ExchangeEvent]()
+        while thread.events:
+            event, proof = thread.take(), None
             if isinstance(event, PullEvent):
                 proof = self._end_copy(replica, event) if event.safe else None
             elif isinstance(event, LeaseOver) or event.error:

@@ -26,6 +26,7 @@ from transfer.pull.remote import RemoteEngine
 from transfer.stats import PullRecord
 from transfer.wire.messages import RankMetadata, ReaderNote, encode_message
 
+_GONE = "its process is gone, or has moved or freed its pages; compute the prompt or pull it from another engine: "
 _SLICE_S = 0.3e-3
 LATELY_S = 1.0
 """In seconds. NIXL may take this long to send a message to a source, and needs polls of its agent during this time."""
@@ -407,7 +408,7 @@ class Puller:
         return False
 
     def _on_error(self, pull: RankPull, error: AgentError) -> None:
-        gone = "its process is gone; compute the prompt or pull it from another engine: " if error.peer_lost else ""
+        gone = _GONE if error.peer_lost else ""
         self._fail(pull, Failure(error.kind, f"reading from engine {pull.engine.engine_id!r}: {gone}{error}"))
         if error.peer_lost and not pull.engine.failure:
             pull.engine.failure = error.failure

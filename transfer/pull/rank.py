@@ -10,11 +10,13 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from numpy.typing import ArrayLike
 
+from kvcache.unmoved import Unmoved
 from transfer.errors import AgentError, EngineClosedError, HandshakeError, InvalidEngineError, TransferError
 from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
@@ -68,11 +70,13 @@ class ShardMemory(NamedTuple):
         layout: geometry of the pages of its shard.
         bases: address of each region of the layout.
         device: device of the regions.
+        tensors: the tensors in the regions, by name. torch must not move them. A pull fails if one has moved.
     """
 
     layout: ShardLayout
     bases: Sequence[int]
     device: torch.device = torch.device("cpu")
+    tensors: Mapping[str, torch.Tensor] = MappingProxyType({})
 
     @property
     def memory_type(self) -> MemoryType:
@@ -102,6 +106,7 @@ class RankTransfer:
         clock: a monotonic clock, in seconds.
 
     Attributes:
+        unmoved: the tensors of the pages, which must stay at the addresses that were registered.
         words: uint64 `[slots]`, the lease words. The owner's `LeaseBook` writes them.
         puller: the pulls of this rank.
         metadata: the rank's sealed metadata, for the handshake.
@@ -139,6 +144,7 @@ class RankTransfer:
         self.bases = tuple(bases)
         self.memory_type = memory_type
         self.device = memory.device_index
+        self.unmoved = Unmoved(memory.tensors)
         self.words = make_words(LEASE_SLOTS + LENT_SLOTS)
         self._verify = verify
         self._checks = PageChecks(layout, bases) if checks or verify else None

@@ -155,6 +155,7 @@ class ReplicaTransfer:
         request_id, (lease_id, slot, duration_s), engines, pages, running = offer
         failure = ""
         try:
+            self._refuse_moved(request_id)
             if pages is not None:
                 for rank in self.ranks:
                     rank.seal(pages)
@@ -163,6 +164,21 @@ class ReplicaTransfer:
         except TransferError as error:
             failure = str(error)
         self.events.append(Offered(request_id, lease_id, failure))
+
+    @property
+    def moved(self) -> str:
+        """Says which tensor of this replica's pages is no longer at its address. Empty if none has moved.
+
+        Safe from any thread.
+        """
+        for rank in self.ranks:
+            if moved := rank.unmoved.moved:
+                return moved
+        return ""
+
+    def _refuse_moved(self, request_id: str) -> None:
+        if moved := self.moved:
+            raise PullFailedError(f"request {request_id!r}: {moved}")
 
     def start_clock(self, lease_id: int) -> None:
         """Starts the clock of a lease whose request is computed.
@@ -280,6 +296,7 @@ class ReplicaTransfer:
         if (part := remote.small_part(groups)) is None:
             return False
         try:
+            self._refuse_moved(key)
             remote.check_tables(key, source.lease, tables)
             begun = rank.puller.pull_at_once(key, remote, source.lease, timeout_s, part)
         except TransferError:
@@ -417,6 +434,9 @@ class ReplicaTransfer:
                     self._on_over(lease)
         for lease in self.leases.expire():
             self._on_over(lease)
+        if len(self.leases) and (moved := self.moved):
+            for lease_id in self.leases.ids():
+                self.revoke(lease_id, moved)
         self._collect_pulls()
         self._expire()
         if len(self._shared):
@@ -523,6 +543,7 @@ class ReplicaTransfer:
 
     def _read_next(self, key: str, pull: ReplicaPull, source: Source) -> None:
         """Reads the first waiting pages on every rank. Fills in the source's blocks if the source named them."""
+        self._refuse_moved(key)
         groups, last, tables = pull.waiting.popleft()
         if (named := pull.pages) is not None:
             groups = with_blocks(f"request {key!r}", groups, named.block_ids, named.num_tokens)

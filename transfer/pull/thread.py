@@ -99,7 +99,7 @@ class TransferThread:
 
     Attributes:
         replica: the replica. Other threads may read its statistics.
-        events: events in order. One other thread removes them from the left.
+        events: events in order. One other thread removes them, with `take`.
         pull_seconds: seconds during which a READ was under way or a source was awaited.
         is_closed: True after a complete `close`: every lease word is cleared, nothing is in flight, and no event will
             follow.
@@ -186,6 +186,17 @@ class TransferThread:
         """
         with self._changed:
             return self._changed.wait_for(lambda: ready() or self._failure is not None, timeout_s) and ready()
+
+    def take(self) -> Event:
+        """Removes and returns the oldest event.
+
+        If torch has moved the pages by now, a pull has failed. Its READs may have written to the old memory after torch
+        had copied it. This is checked here, because another thread may read while the caller's thread moves the memory.
+        """
+        event = self.events.popleft()
+        if isinstance(event, PullEvent) and (moved := self.replica.moved):
+            return event._replace(error=f"request {event.key!r}: {moved}")
+        return event
 
     def raise_failure(self) -> None:
         """Raises an error if the thread has died.

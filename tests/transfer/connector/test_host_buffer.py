@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from transfer.connector.config import GroupConfig, StatePart, WorkerConfig
@@ -40,6 +41,35 @@ def test_pages_go_to_the_host_and_back_and_nothing_else_does() -> None:
     host.restore(0, [4])
     assert torch.equal(device["a"][:, 4], kept[:, 4])
     assert not device["a"][:, [0, 1, 2, 3, 5]].any()
+
+
+def every_dtype() -> list[torch.dtype]:
+    """Returns each type of which a tensor can be made with a whole number of bytes for an element."""
+    named = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return sorted((one for one in named if not str(one).startswith(("torch.q", "torch.complex32"))), key=str)
+
+
+@pytest.mark.parametrize("dtype", every_dtype(), ids=str)
+def test_pages_of_every_type_come_back_bit_by_bit(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    attention = GroupConfig(layers={"a": 0}, layout="NHD", block_size=4, num_kv_heads=2, head_dim=2, dtype=name)
+    state = GroupConfig(layers={"m": 1}, kind="mamba", state=(StatePart(kind="ssm", units=4, dtype=name),))
+    config = WorkerConfig(engine_id="e", incarnation="i", groups=(attention, state), model="m")
+    bits = {"a": torch.randint(256, (2, 6, 4, 2, 2 * dtype.itemsize), dtype=torch.uint8)}
+    bits["m"] = torch.randint(256, (6, 4, 4 * dtype.itemsize), dtype=torch.uint8)
+    device = {layer: memory.view(dtype) for layer, memory in bits.items()}
+    before = {layer: memory.clone() for layer, memory in bits.items()}
+    host = HostBuffers(config, device)
+    for group in (0, 1):
+        host.save(group, [1, 4])
+    for memory in bits.values():
+        memory.zero_()
+    for group in (0, 1):
+        host.restore(group, [4])
+    assert torch.equal(bits["a"][:, 4], before["a"][:, 4])
+    assert torch.equal(bits["m"][4], before["m"][4])
+    assert not bits["a"][:, [0, 1, 2, 3, 5]].any()
+    assert not bits["m"][[0, 1, 2, 3, 5]].any()
 
 
 def test_each_group_copies_its_own_layers() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvcache import MovedMemoryError
 from tests.forked import start
 from transfer import (
     AgentError,
@@ -575,7 +576,7 @@ def test_a_lost_peer_ends_its_own_transfers(pair: Any, monkeypatch: pytest.Monke
         raise AgentError("gone", peer_lost=True)
 
     monkeypatch.setattr(right.tensor_agents[0][0].agent, "post", lost)
-    with pytest.raises(PeerFailedError, match="peer 'left' is gone: gone"):
+    with pytest.raises(PeerFailedError, match="peer 'left' is gone, or has moved or freed its tensors: gone"):
         right.initiate_read_transfer(left.metadata, [0], [0], 0, 0)
     with pytest.raises(PeerFailedError, match="cannot end, because peer 'left' was lost"):
         right.sync_and_release(request)
@@ -679,3 +680,19 @@ def test_the_context_manager_cleans_up():
     with KVTransferEngine("e", [[torch.zeros(4, 64)]], total_num_pages=4) as engine:
         assert engine.tensor_agents
     assert engine.tensor_agents == []
+
+
+def test_torch_cannot_move_registered_tensors_and_moved_ones_are_noticed(pair: Any) -> None:
+    left, right = pair
+    tensor = left.tensor_agents[0][0].tensor
+    with pytest.raises(MovedMemoryError, match="torch cannot move this memory"):
+        tensor.share_memory_()
+    finish(left, right, pull(left, right))
+    request = pull(left, right)
+    storage = tensor.untyped_storage()
+    tensor.set_(tensor.clone())
+    with pytest.raises(MovedMemoryError, match="this memory was moved from 0x"):
+        left.is_complete(request)
+    with pytest.raises(MovedMemoryError, match="this memory was moved from 0x"):
+        pull(left, right)
+    assert storage.nbytes()

@@ -391,8 +391,8 @@ def test_if_a_source_is_gone_the_reason_says_so_and_what_can_be_done(rig: Rig) -
     rig.add(part(0))
     (event,) = rig.polled()
     assert event.error == (
-        "reading from engine 'p': its process is gone; compute the prompt or pull it from another engine: posting: "
-        "NIXL_ERR_REMOTE_DISCONNECT"
+        "reading from engine 'p': its process is gone, or has moved or freed its pages; compute the prompt or pull it "
+        "from another engine: posting: NIXL_ERR_REMOTE_DISCONNECT"
     )
     assert event.safe
 
