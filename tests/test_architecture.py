@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
-MAX_FILE, MAX_FUNCTION = 700, 60  # lines
+MAX_FUNCTION = 60  # lines
 
 # The shared modules of each package, which are called its values below. These files are outside of rooms, and the rooms
 # of the package may import them. All other files outside of rooms are the top of the package.
@@ -207,9 +207,8 @@ def test_outside_libraries_and_the_contract_have_their_places() -> None:
             assert known <= CONTRACT, f"{module}: {known - CONTRACT}"
 
 
-def test_files_and_functions_stay_readable_and_nothing_raises_an_assertion() -> None:
-    for module, path in files().items():
-        assert len(path.read_text().splitlines()) <= MAX_FILE, module
+def test_functions_stay_readable_and_nothing_raises_an_assertion() -> None:
+    for module in files():
         for node in ast.walk(tree(module)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
@@ -217,8 +216,8 @@ def test_files_and_functions_stay_readable_and_nothing_raises_an_assertion() -> 
             assert not (isinstance(node, ast.Raise) and "AssertionError" in ast.dump(node)), f"{module}:{node.lineno}"
 
 
-def test_the_limits_are_those_that_contributors_are_told() -> None:
-    assert f"at most {MAX_FILE} lines a file, {MAX_FUNCTION} a function" in (ROOT / "CONTRIBUTING.md").read_text()
+def test_the_limit_is_the_one_that_contributors_are_told() -> None:
+    assert f"at most {MAX_FUNCTION} lines a function" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_no_class_name_stands_for_two_things() -> None:
