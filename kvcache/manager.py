@@ -615,18 +615,22 @@ class PagedKVCacheManager(Uncopied):
 
     # ---- resets, recovery and the end
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget every cached page without a holder, in all tiers. Returns False if pages in use stay findable."""
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached page and state, in all tiers.
+
+        Requests that run, leases and open imports keep their pages. Nobody else finds these pages, and nothing that
+        these requests compute later is cached, except after a release and a new claim.
+        """
         self._mark.check("reset_prefix_cache")
         with self._mark.changing("reset_prefix_cache"):
-            return self._replicas.forget_idle()
+            self._replicas.forget()
 
     def _look_for_reset(self) -> None:
         if self._reset_endpoint.is_asked:
             # The mark is set before the flag is cleared, so if this call is interrupted, `recover` repeats the reset.
             with self._mark.changing("reset_prefix_cache"):
                 self._reset_endpoint.is_asked = False  # a message during the reset causes another reset
-                self._replicas.forget_idle()
+                self._replicas.forget()
 
     def flush_tiers(self) -> None:
         """Copy all published pages and states to all lower tiers, and wait until they are written.

@@ -68,7 +68,7 @@ def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
         if request_id in claims.places:
             claims.unclaim(request_id)
     if call == "reset_prefix_cache":
-        replicas.forget_idle()
+        replicas.forget()
     replicas.check()
     claims.check()
     report = _report(replicas, claims, call, tuple(mark.leaving))

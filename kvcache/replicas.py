@@ -453,19 +453,15 @@ class Replicas:
             self._events.agree()
         return lost
 
-    def forget_idle(self) -> bool:
-        """Forget every page without a holder. Returns False if pages in use stay findable, and logs their number."""
+    def forget(self) -> None:
+        """Forget every page, in all tiers. Requests, leases and imports keep theirs, which nobody else finds."""
+        # The tiers come first: copies that are under way end here, and publish what they have copied.
         for tiers in self._all_tiers:
             tiers.reset()
         for replica in self.each:
-            replica.forget_idle()
-        indexes = [replica.pool.index for replica in self.each]
-        indexes += [states.pages.pool.index for states in self.states]
-        indexes += [tiers.host.pool.index for tiers in self._all_tiers]
-        left = sum(int(np.count_nonzero(index.published[1:])) for index in indexes)
-        if left:
-            _log.warning("reset_prefix_cache: %d pages in use can still be found; reset again when they are free", left)
-        return not left
+            replica.forget()
+        for partial in self._partial:
+            partial.clear()
 
     @property
     def host_pages(self) -> tuple[int, int]:

@@ -266,14 +266,21 @@ class PagePool:
             return 0
         return int(np.count_nonzero((self.holders[pages] == 1) & (self.writers[pages] == 0)))
 
-    def forget_idle(self) -> int:
-        """Withdraw every idle page from the index. Returns the number of such pages."""
-        pages = self.idle.pop(self.idle.count)
-        self.index.withdraw(pages)
+    def forget(self) -> None:
+        """Withdraw every published page from the index, also pages that are in use. Idle pages become fresh.
+
+        A page in use keeps its holders and writers, and becomes fresh when the last of them is gone.
+        """
+        idle = self.idle.pop(self.idle.count)
+        used = self.index.published.copy()
+        used[idle] = False
+        in_use = np.flatnonzero(used).astype(np.int32)
+        self.index.withdraw(idle)
+        self.index.withdraw(in_use)
+        self.idle.forget(in_use)
         for tell in self.journal.gone:
-            tell(pages, BY_RESET)
-        self._push_fresh(pages[::-1])
-        return len(pages)
+            tell(idle, BY_RESET)
+        self._push_fresh(idle[::-1])
 
     def check(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
         """Compare the pool with a recount of each page's holders and writers, `[num_pages + 1]`.

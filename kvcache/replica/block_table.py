@@ -171,6 +171,9 @@ class PendingImport(Uncopied):
     hasher: PrefixHasher | None = None
     has_last: bool = False  # whether the last block table of the prompt has come
     closed: bool = False  # whether the import was committed or cancelled
+    # Whether the cache was reset since the import began. Its pages are then not published, and no request waits for
+    # them, so they become free.
+    private: bool = False
     on_free: Callable[[], None] = lambda: None  # called after the import was cancelled and its pages were freed
     # the tables of the other manager whose pages no copier has taken yet
     told: list[BlockTable] = field(default_factory=list[BlockTable])

@@ -177,6 +177,11 @@ class ImportBook:
         """The state pages to which transfers may write."""
         return [int(part.dst_pages[0]) for pending in self.each for part in pending.parts if part.is_state]
 
+    def make_private(self) -> None:
+        """Let no import publish its pages that began before now. Called when the cache is reset."""
+        for pending in self.each:
+            pending.private = True
+
     def commit(self, pending: PendingImport) -> None:
         pending.closed = True
         self._free(pending, may_run=True)

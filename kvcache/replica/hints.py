@@ -134,6 +134,7 @@ class ReplicaHints(PageReader):
     def reset(self) -> None:
         for baseline in self._baselines:
             baseline.clear()
+        self._expected.clear()  # no request of before will find what the baselines expected
         self._begin_with_what_is_there()
 
     def begin_orders(self) -> None:

@@ -54,8 +54,12 @@ def export_table(
         num_tokens -= num_tokens % size
     first = min(whole("first_page", first_page, 0, error=InvalidRequestError), num_tokens // size)
     first = first if replica.tables.is_plain else 0
-    last = min(int(rows.committed[row]), num_tokens // size)
-    digests = replica.published_digests(row, context, first, last)
+    if row in rows.private:
+        last = num_tokens // size
+        digests = replica.own_digests(row, context, first, last)
+    else:
+        last = min(int(rows.committed[row]), num_tokens // size)
+        digests = replica.published_digests(row, context, first, last)
     if replica.caching and len(digests) < last - first:
         raise InvalidRequestError(f"request {request_id!r}: its context has fewer than {num_tokens} tokens")
     groups = replica.tables.lists(row, num_tokens, first=first, windows=not full_pages)
@@ -451,6 +455,9 @@ def finish_pages(replica: Replica, pending: PendingImport, proof: ImportProof | 
             f"request {pending.request_id!r}: commit_pages: a request waits for this import, so call commit_import"
         )
     _check_proof(replica, pending, proof, "commit_pages")
+    if pending.private:
+        replica.imports.commit(pending)
+        return
     first, stop = (token // size for token in pending.tokens)
     names = hasher.digests(prompt, first, stop)
     _describe(replica, hasher, prompt, first, stop)

@@ -235,7 +235,7 @@ class Replica:
         """
         first, tokens = 0 if row is None else self.rows.committed.item(row), context.tokens
         last = (len(tokens) - 1) // self.page_size
-        if not self.caching or last <= first:
+        if not self.caching or last <= first or row in self.rows.private:
             return self.tables.nothing(first)
         hasher, index = hasher or self.hasher(row, context), self.pool.index
         kept = hasher.matches.get(index)
@@ -256,6 +256,8 @@ class Replica:
         pages.
         """
         found = self.find(context, row)
+        if row in self.rows.private:
+            return found
         # Lower tiers are not looked up here for a request that has pages in several tables. They are looked up after
         # `step`.
         if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):
@@ -355,6 +357,8 @@ class Replica:
         rows, computed = self.rows, self.rows.cached.item(parent)
         full = computed // self.page_size
         copies = self.tables.fork(parent, row, full, end)
+        if parent in rows.private:
+            rows.private.add(row)
         rows.commit(row, min(full, rows.committed.item(parent)))
         rows.cached[row] = computed
         self._named[row] = self._named[parent]
@@ -456,6 +460,13 @@ class Replica:
         last = max(first, min(last, self.rows.committed.item(row)))
         if self.tables.keeps_prefix:
             return self.pool.index.digests_of(self.rows.pages(row)[first:last])
+        return self.own_digests(row, context, first, last)
+
+    def own_digests(self, row: int, context: SafeContext | None, first: int, last: int) -> Digests:
+        """Returns the digests of the context's tokens in columns `first` to `last` (excluded) of the row.
+
+        The result is empty if caching is off, or if the context has fewer tokens.
+        """
         if context is None or not self.caching or context.end_idx < last * self.page_size:
             return self.pool.index.digests_of(_NO_PAGES)
         return self.hasher(row, context).digests(context.tokens, first, last)
@@ -488,9 +499,14 @@ class Replica:
         for states in self.states:
             states.release(request_id)
 
-    def forget_idle(self) -> None:
-        """Drop every cached page that nothing holds."""
-        self.pool.forget_idle()
+    def forget(self) -> None:
+        """Let nobody find any page or state of before, neither now nor when running requests compute more.
+
+        Requests, leases and imports keep their pages.
+        """
+        self.rows.make_private()
+        self.imports.make_private()
+        self.pool.forget()
         self.hints.reset()
         for states in self.states:
             states.pages.forget_copies()

@@ -58,6 +58,9 @@ class RowStates:
         self._spacing = params.state_every_pages * tables.rows.page_size or NEVER
         self._stops: list[tuple[int, ...]] = [()] * len(tables.rows.request_ids)  # by row; see `Reservation.stops`
 
+    def _caches(self, row: int) -> bool:
+        return self._caching and row not in self._rows.private
+
     def _name(self, row: int) -> str:
         return self._rows.request_ids[row] or ""
 
@@ -160,7 +163,7 @@ class RowStates:
 
     def planned(self, row: int, context: SafeContext, plan: Reservation) -> Reservation:
         """Returns `plan`, with a shorter chunk if a state must be kept after a token within the chunk."""
-        if not self._caching:
+        if not self._caches(row):
             return plan
         start, active, of_prompt = plan.start, plan.active, self._stops[row]
         # No prefix was looked up for a chunk of one token, unless it is the first chunk of a request. In that case,
@@ -287,7 +290,7 @@ class RowStates:
         last, beyond = divmod(tokens, self._rows.page_size)
         # The request may have been made only for this import, so its state is cached now. If a window begins right
         # after these tokens, no table has their last page.
-        if self._caching and last and not beyond and self._rows.table[0, row, last - 1] != NO_PAGE:
+        if self._caches(row) and last and not beyond and self._rows.table[0, row, last - 1] != NO_PAGE:
             self._keep(np.array([row]), np.array([tokens]), self.digest_at(row, context, tokens))
 
     # ---- after an interrupt

@@ -121,6 +121,9 @@ class BlockRows:
         self.counted = np.zeros(rows, np.int64)  # for each row, how many of its tokens the metrics have counted
         # the rows of this replica, as views of the arrays of all replicas
         self.capacity, self.cached, self.commit_at = every.capacity[own], every.cached[own], every.commit_at[own]
+        # The rows whose requests ran before the last reset of the cache. What they compute stays theirs: they neither
+        # publish pages nor use cached pages, as if caching were off. A reset makes a row private, `unbind` ends it.
+        self.private: set[int] = set()
         self.request_ids: list[RequestID | None] = [None] * rows
         self.row_of: dict[RequestID, int] = {}
         # a heap that yields the lowest row first, so that a batch is often one run of rows
@@ -161,8 +164,22 @@ class BlockRows:
         self.capacity[rows] = self._room[counts]
 
     def commit(self, rows: Ints | int, pages: Ints | int) -> None:
+        """Record that the first `pages` pages of `rows` are published. A private row has no published page."""
         self.committed[rows] = pages
         self.commit_at[rows] = self._next_full[pages]
+        if self.private:
+            self._hide()
+
+    def make_private(self) -> None:
+        """Make every row with pages private."""
+        self.private.update(self.num_pages.nonzero()[0].tolist())
+        # A row that has used cached pages, but has not run yet, has computed as much as these pages hold.
+        np.maximum(self.cached, self.committed * self.page_size, out=self.cached)
+        self._hide()
+
+    def _hide(self) -> None:
+        private = [*self.private]
+        self.committed[private], self.commit_at[private] = 0, NEVER
 
     def measure(self, row: int, *, usable: bool = True) -> None:
         self.capacity[row] = self._room[self.shortest[row]] if usable else -1
@@ -179,6 +196,7 @@ class BlockRows:
             names[row] = request_id
         # One statement sets both attributes, so that they agree on the owners of rows even after an interrupt.
         self.row_of, self.request_ids[:] = row_of, names
+        self.private &= {*row_of.values()}
         self.free[:] = np.flatnonzero(~taken).tolist()  # ascending: a heap
         self.cached[~taken] = self.counted[~taken] = 0
         self.ends[:, ~taken] = 0
@@ -214,6 +232,7 @@ class BlockRows:
         self.changed[row] = True
         self.cached[row] = self.counted[row] = self.committed[row] = self.capacity[row] = 0
         self.commit_at[row] = self.page_size
+        self.private.discard(row)
         self.prompt[row] = -1
         request_id, self.request_ids[row] = self.request_ids[row], None
         if request_id is not None:

@@ -26,7 +26,7 @@ from kvcache.pool.pages_below import Asked, PagesBelow, Slots, last_end
 from kvcache.replica.context import ContextIndices, chunk_end
 from kvcache.replica.leases import PageLeases
 from kvcache.replica.resume import Found, FromBelow, Reservation, resume
-from kvcache.replica.rows import ONE, BlockRows, Ints, Pages, Rows, as_rows
+from kvcache.replica.rows import NEVER, ONE, BlockRows, Ints, Pages, Rows, as_rows
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)
 _NO_ROWS: Ints = np.zeros(0, np.int64)
@@ -164,7 +164,7 @@ class RowTables:
         for number, (group, _) in enumerate(self.groups):
             before, now = 0 if row is None else self.rows.firsts.item(number, row), self._seen(group, start)
             # pages that are not published yet must stay until `step` has published them
-            first = max(before, min(now, found.end) if self._caching else now)
+            first = max(before, min(now, found.end) if self._publishes(row) else now)
             spans.append((first, max(first, found.end), self._to_hold(group, indices, length, start)))
         return self._planned(row, indices, start, found, spans)
 
@@ -229,7 +229,7 @@ class RowTables:
             freed = mine[leaves.T]
         taken = sum(self.pool.would_be_taken(pages[pages != NO_PAGE]) for pages in found)
         cost = new + taken - self.pool.would_be_freed(freed)
-        committed = min(map(_before_hole, found, ends_found)) if self._caching else 0
+        committed = min(map(_before_hole, found, ends_found)) if self._publishes(row) else 0
         if row is not None and here.first > (own := self.rows.committed.item(row)):
             committed = own  # the row has computed pages that are not published yet
         cached, active = start if here.num_columns else 0, chunk_end(indices, start)
@@ -453,6 +453,10 @@ class RowTables:
 
     # ---- inside
 
+    def _publishes(self, row: int | None) -> bool:
+        """Whether full pages of this row are published, so that they must stay in the row until then."""
+        return self._caching and row not in self.rows.private
+
     def _unpublished(self, rows: Ints, columns: Ints, digests: Digests) -> tuple[Ints, Pages, Digests]:
         """Returns the pages for `publish` to publish, one table after another, and their digests.
 
@@ -470,6 +474,8 @@ class RowTables:
     def _slide(self, rows: Ints) -> None:
         """Free the pages that the next queries of `rows` do not see. The pages of the first row are freed first."""
         state, published = self.rows, self.rows.committed[rows]
+        if state.private:
+            published[[row in state.private for row in rows.tolist()]] = NEVER
         of_row, width = self._leases.of_row, state.width
         leased = [at for at, row in enumerate(rows.tolist()) if row in of_row] if of_row else []
         found: list[tuple[Ints, Pages]] = []  # the pages to free, and the position of each page in the order of freeing

@@ -356,8 +356,8 @@ class StatePages(Uncopied):
         self.hits += 1
 
     def forget_copies(self) -> None:
-        """Drop every copy."""
-        self.pool.forget_idle()
+        """Drop every copy. A copy that a lease or an import holds can no longer be found."""
+        self.pool.forget()
         self._passing.clear()
 
     # ---- drafted tokens

@@ -171,7 +171,7 @@ class Tiers:
             tier.reset()
         for lower in self.lower:
             lower.reset()
-        self.host.pool.forget_idle()
+        self.host.pool.forget()
 
     def stop(self) -> None:
         """Wait until the threads of the lower tiers no longer read or write host memory."""

@@ -14,5 +14,5 @@ def test_each_request_sees_only_its_own_kv(kind: str) -> None:
     reached: Counter[str] = Counter()
     for seed in range(12):
         reached += Pair(kind, seed, host=20 * (seed % 3 == 0)).run(300)
-    events = ("hits", "forks", "imports", "leases", "preemptions", "steps of a batch")
+    events = ("hits", "forks", "imports", "leases", "preemptions", "steps of a batch", "resets")
     assert min(reached[event] for event in events) > 0, reached

@@ -271,8 +271,8 @@ def test_a_reset_comes_before_the_next_lookup(make: Any, tmp_path: Path, call: s
     probe = TextContext(range(10), 64, "probe")
     manager.external_claim("probe")
     resets: list[int] = []
-    reset = manager._replicas.forget_idle
-    manager._replicas.forget_idle = lambda: (resets.append(1), reset())[1]
+    reset = manager._replicas.forget
+    manager._replicas.forget = lambda: (resets.append(1), reset())[1]
     with zmq.Context() as context, context.socket(zmq.PUSH) as push:
         push.connect(f"ipc://{tmp_path}/pw-reset_prefix_cache")
         push.send(b"new weights")

@@ -165,7 +165,7 @@ NAMED: dict[str, tuple[Any, str, Callable[[Held], object]]] = {
         lambda it: it.manager.extend_import(it.reader, it.pending, it.table, last=False),
     ),
     "cancel_import": (ImportBook, "cancel", lambda it: it.manager.cancel_import(it.pending)),
-    "reset_prefix_cache": (Replicas, "forget_idle", lambda it: it.manager.reset_prefix_cache()),
+    "reset_prefix_cache": (Replicas, "forget", lambda it: it.manager.reset_prefix_cache()),
     "flush_tiers": (Replicas, "flush", lambda it: it.manager.flush_tiers()),
     "close": (Replicas, "close", lambda it: it.manager.close()),
 }

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from kvcache.errors import InvariantError
-from kvcache.eviction_order import BY_TURN
+from kvcache.eviction_order import BY_TURN, Pages
 from kvcache.pool.hinted_order import HintedOrder
 from kvcache.pool.journal import BY_RESET, PageReader
+from kvcache.pool.lru_order import LruOrder
 from kvcache.pool.pages import PagePool
 from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 from kvcache.retention import NEUTRAL, PageHints
@@ -138,15 +139,13 @@ class Books:
         self.free(some)
         self.pool.drop_writer(pages(*some))
 
-    def forget_idle(self) -> None:
+    def forget(self) -> None:
         if self.pool.journal.gone:
             self.expected.append((BY_RESET, [*self.idle]))
-        count = len(self.idle)
         self.fresh += reversed(self.idle)
-        for page in self.idle:
-            del self.published[page]
         self.idle = []
-        assert self.pool.forget_idle() == count
+        self.published.clear()
+        self.pool.forget()
 
     def compare(self) -> None:
         pool = self.pool
@@ -177,7 +176,7 @@ def test_after_random_moves_pages_have_the_state_and_order_of_a_model_of_lists(s
         used, cached = books.used(), [*books.published]
         some = random.sample(used, random.randint(0, len(used)))
         kind = random.choices(
-            ["allocate", "publish", "hold", "release", "release_each", "add_writer", "drop_writer", "forget_idle"],
+            ["allocate", "publish", "hold", "release", "release_each", "add_writer", "drop_writer", "forget"],
             [30, 20, 15, 20, 10, 6, 8, 1],
         )[0]
         match kind:
@@ -195,8 +194,8 @@ def test_after_random_moves_pages_have_the_state_and_order_of_a_model_of_lists(s
                 books.drop_writer(random.sample(written, random.randint(0, len(written))))
             case "add_writer":
                 books.add_writer(some[:3])
-            case "forget_idle":
-                books.forget_idle()
+            case "forget":
+                books.forget()
             case _:
                 getattr(books, kind)(some)
         books.compare()
@@ -428,3 +427,21 @@ def test_after_an_interrupt_the_pool_agrees_with_a_recount(wrong: str) -> None:
     assert [pool.allocate_one() for _ in range(4)] == held[expected].tolist()
     assert pool.evictions == 4
     assert (pool.index.find(digests([*range(1, 7)])) == 0).tolist() == [True] * 4 + [False] * 2
+
+
+def test_forget_drops_what_the_order_knows_about_pages_in_use() -> None:
+    class Noting(LruOrder):
+        def forget(self, pages: Pages) -> None:
+            noted.extend(pages.tolist())
+
+    noted: list[int] = []
+    pool = PagePool(SIZE, 1, Noting(SIZE))
+    taken = pool.allocate(3)
+    pool.index.publish(taken, digests([1, 2, 3]))
+    pool.release(taken[:1])
+    pool.forget()
+    assert sorted(noted) == sorted(taken[1:].tolist())  # the idle page left the order by a `pop`
+    assert pool.index.find(digests([1, 2, 3])).tolist() == [0, 0, 0]
+    pool.release(taken[1:])
+    assert pool.free_count == SIZE
+    pool.check(*np.zeros((2, SIZE + 1), np.int64))

@@ -137,7 +137,7 @@ def test_a_slab_is_fresh_while_none_of_its_pages_is_held_or_cached() -> None:
     pool.release(pages[3:])
     assert not pool.has_fresh_slab, "its pages are cached"
     assert pool.can_take_slab()
-    pool.forget_idle()
+    pool.forget()
     assert pool.has_fresh_slab
 
 

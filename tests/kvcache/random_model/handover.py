@@ -226,6 +226,7 @@ class ImportMoves(Moves):
     def begin_again(self, mine: Import) -> None:
         self.seen["import begun again"] += 1
         self.books.gives_back(mine.one)
+        mine.one.private = False  # the row is claimed anew
         self.begin(mine.one, mine.table)
 
     def write(self, mine: Import, copies: Sequence[PageCopy]) -> None:

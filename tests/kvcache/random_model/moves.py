@@ -387,6 +387,7 @@ class Moves:
             if self.steps_are_in_flight:  # The steps in flight may still use the pages that were given back.
                 replica.beside |= {page for row in one.rows for page in row.values()}
             one.rows, one.first, one.gives_back = [{} for _ in one.rows], [0] * len(one.rows), False
+            one.private = False  # the row is claimed anew
         looks = not one.has_pages or context.active_length > 1
         # The lookup first uses the contents that are being loaded for the request, and then the contents that it finds.
         if looks:
@@ -479,7 +480,7 @@ class Moves:
     def cut(self, one: Request, at: tuple[int, int, int]) -> None:
         """Returns the end of a chunk at which a copy of the state is to be made."""
         start, now, active = at
-        if not self.manager.states or not self.caching:
+        if not self.manager.states or not self.caching or one.private:
             assert one.context.active_idx == active or "partial" in self.features
             return
         if now == start and active - now == 1:
@@ -787,7 +788,7 @@ class Moves:
 
     def step_renamed(self, one: Request) -> None:
         """Checks that a step which publishes a page refuses a context with another salt or other keys."""
-        if self.committed(one) == one.context.start_idx // PAGE_SIZE or one.unsure:
+        if self.committed(one) == one.context.start_idx // PAGE_SIZE or one.unsure or one.private:
             return
         before: Named = one.named
         self.change(one.context)
@@ -852,7 +853,7 @@ class Moves:
         if there:
             rows = [{column: page for column, page in row.items() if column < full} for row in parent.rows]
             one = Request(child, parent.replica, self.made, [*parent.tokens], rows, [*parent.first], parent.cached)
-            one.ready, one.unsure = True, parent.unsure
+            one.ready, one.unsure, one.private = True, parent.unsure, parent.private
             self.live[one.name] = replica.requests[one.name] = one
             self.books.learn()
             shared = [{column: page for column, page in row.items() if column < full} for row in one.rows]
@@ -1058,8 +1059,15 @@ class Moves:
             self.books.use(one.loads)
             one.loads = []
         self.call("reset_prefix_cache", self.manager.reset_prefix_cache)
+        self.is_forgotten()
         self.books.learn(reset=True)
         return True
+
+    def is_forgotten(self) -> None:
+        """Records that nobody else will find what the requests of now have computed, or will compute."""
+        for one in self.live.values():
+            one.private |= any(one.rows)
+            one.passing = None
 
     # ---- comparisons
 

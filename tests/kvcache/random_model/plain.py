@@ -94,6 +94,8 @@ class Request:
     unsure: bool = False
     passing: Digest | None = None  # The digest of the state copy that the request's next copy will replace.
     surely: bool = True  # False if the model does not know whether the copy will be replaced.
+    # The request had pages when the cache was reset. It goes on with them alone: it publishes and finds nothing.
+    private: bool = False
     # The request's import was cancelled. Its next reservation first gives its pages back.
     gives_back: bool = False
 
@@ -166,6 +168,8 @@ class Replica:
 
     def committed(self, one: Request) -> int:
         """The number of the first blocks whose pages are all published."""
+        if one.private:
+            return 0
         pages = {*self.there.values()}
         end = max((max(row, default=-1) + 1 for row in one.rows), default=0)
         absent = (min((column for column, page in row.items() if page not in pages), default=end) for row in one.rows)
@@ -182,7 +186,7 @@ class Replica:
         says whether the content of a block is available. `may_end` says whether the state after a block of table 0
         is available.
         """
-        if not self.caching:
+        if not self.caching or one.private:
             return first
         tokens, named = one.tokens, one.named
         last = (len(tokens) - 1) // PAGE_SIZE
@@ -206,7 +210,7 @@ class Replica:
         for number, table in enumerate(self.tables):
             end = length + steps - 1 if table.holds_all or active >= length else active
             first = table.seen(start)
-            first = max(one.first[number], min(first, found) if self.caching else first)
+            first = max(one.first[number], min(first, found) if self.caching and not one.private else first)
             columns.append(range(first, max(max(one.rows[number], default=-1) + 1, found, pages_of(end))))
         return Plan(columns, found)
 

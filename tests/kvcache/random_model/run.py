@@ -92,9 +92,8 @@ class Model(AheadMoves):
             self.seen["interrupted"] += 1
             self.seen[f"interrupted: {call}"] += 1
             self.mend(before)
-            # A reset may have removed pages in use from the queue of pages to be copied.
             if str(call) == "reset_prefix_cache":
-                self.books.not_below.update(*(replica.there for replica in self.books.replicas))
+                self.is_forgotten()
             self.same_books()
         if self.wrong is not None and self.choose.integer(0, 2) == 0:
             self.seen["wrong call"] += self.wrong.make()

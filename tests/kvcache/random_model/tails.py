@@ -182,6 +182,7 @@ class TailMoves(ImportMoves):
         proof = self.call("prove", lambda: copier.prove(0 if end == stop else end * PAGE_SIZE))
         replica = self.books.replicas[one.replica]
         come = {self.digest(one, column): page for column, page in zip(range(first, end), pages, strict=False)}
+        come = {} if pending.private else come
         was, free = {**replica.there}, replica.free()
         self.tails.remove(mine)
         self.call("contents.commit_pages", lambda: self.manager.contents.commit_pages(pending, proof))
@@ -194,6 +195,7 @@ class TailMoves(ImportMoves):
         freed = replica.free() - free - len(pages)
         assert self.steps_are_in_flight or not freed or (self.late and freed > 0), f"{one.name}: its tail is still held"
         self.seen["tail"] += 1
+        self.seen["tail of before a reset"] += pending.private
         self.seen["tail in part"] += end < stop
         self.seen["tail that was there"] += any(digest in was for digest in come)
 

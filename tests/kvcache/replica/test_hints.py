@@ -465,19 +465,21 @@ def test_pages_found_chunk_by_chunk_are_counted_once() -> None:
     assert learned == [-2, 0, 2, 0]  # At the largest share, hints promise no more than plain LRU.
 
 
-def test_a_reset_leaves_pages_of_running_requests_in_the_baselines() -> None:
+def test_a_reset_empties_the_baselines_and_teaches_nothing_about_running_requests() -> None:
     manager = manager_of(40)
     serve(manager, prompt(0), Retention())
     learned = evidence(manager)
-    running = TextContext(prompt(1), 64, retention=Retention())
+    running = TextContext(prompt(0), 64, retention=Retention())
     manager.external_claim(running.request_id)
     assert manager.maybe_reserve(running)
+    assert running.start_idx == 8
     running.update(0)
     manager.step([running])
     manager.reset_prefix_cache()
     assert serve(manager, prompt(0), Retention()) == 0
-    assert serve(manager, prompt(1), Retention()) == 8
-    assert learned == [0, 0, 0, 0]
+    so_far = [*learned]
+    manager.release(running.request_id)  # it found nothing that a simulated cache would have found
+    assert learned == so_far == [0] * len(so_far)
 
 
 @pytest.mark.parametrize(

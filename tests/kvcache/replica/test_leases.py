@@ -61,12 +61,11 @@ def test_release_passes_what_is_computed_to_the_lease_and_the_rest_is_free(make:
     assert (manager.num_leased_blocks, manager.num_free_blocks) == (0, 3)
 
 
-def test_leased_pages_are_found_by_their_prefix_and_survive_a_reset(make: Any) -> None:
+def test_leased_pages_are_found_by_their_prefix(make: Any) -> None:
     manager = make(8, page_size=4)
     computed(manager, range(9))
     lease = manager.lease("r")
     manager.release("r")
-    manager.reset_prefix_cache()
     again = TextContext([*range(9)], 64, "again")
     manager.external_claim("again")
     assert manager.maybe_reserve(again)

@@ -88,7 +88,7 @@ def test_the_head_comes_from_one_replica_and_the_tail_from_another() -> None:
     assert serve(manager, prompt, 0) == 28
     assert manager.metrics.d2d_blocks_copied == 3 + 3 + 7
     forget(manager, 0, prompt, slice(5, 6))
-    manager._replicas.each[2].forget_idle()
+    manager._replicas.each[2].forget()
     assert serve(manager, prompt, 1) == 20  # No replica has the sixth page, so the request copies no later page.
     assert manager.metrics.d2d_blocks_copied == 3 + 3 + 7 + 2
 
@@ -166,7 +166,7 @@ def test_pages_that_a_window_drops_where_the_host_lets_the_request_resume_are_no
     manager, prompt = of(20, params={"groups": groups, **host}), [*range(1, 30)]
     run_once(manager, prompt, 1)
     manager.flush_tiers()
-    manager._replicas.each[1].forget_idle()
+    manager._replicas.each[1].forget()
     # The request loads three pages of the full layer and two pages of the window from the host.
     assert run_once(manager, prompt[:13], 1) == 12
     before = manager.metrics

@@ -81,7 +81,7 @@ def test_pages_on_the_device_are_used_with_a_state_from_a_lower_tier(where: str,
     if where == "files":
         tiers = manager._replicas.state_tiers
         assert tiers is not None
-        tiers.host.pool.forget_idle()
+        tiers.host.pool.forget()
     again = start(manager, PROMPT, "again")
     assert again.start_idx == FOUND
     assert (manager.metrics.h2d_states_copied, manager.metrics.h2d_blocks_copied) == (1, 0)
@@ -190,7 +190,7 @@ def test_a_state_after_the_last_end_of_all_tables_is_not_read(tmp_path: Path) ->
     tiers.close()  # The files have the states after every second page and after page 9.
     for of_host in (tiers, manager._replicas.state_tiers):
         assert of_host is not None
-        of_host.host.pool.forget_idle()
+        of_host.host.pool.forget()
     for pages in (2, 4, 6, 8, 9):
         without_state_at(manager, pages)
     # The window loses page 8, counted from 0. The first query after nine pages would see this page, so the prompt can

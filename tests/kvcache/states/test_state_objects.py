@@ -150,7 +150,7 @@ def test_a_shorter_last_object_of_pages_is_read_together_with_the_state_after_it
     again = served()
     again.fetch(PROMPT)
     for tiers in (again.tiers, again.state_tiers):
-        tiers.host.pool.forget_idle()  # The tiers still remember which objects the store has.
+        tiers.host.pool.forget()  # The tiers still remember which objects the store has.
     store.may.clear()
     assert again.manager.prefetch(again.waiting(PROMPT))
     assert [[len(slots) for slots in tier.held_slots] for tier in tiers_of(again)] == [[10], [1]]
@@ -169,7 +169,7 @@ def test_for_a_prompt_larger_than_the_host_the_state_after_its_first_pages_is_re
     for pool in (it.manager._replicas.each[0].pool, it.manager.states[0].pool):
         pool.release(pool.allocate(pool.free_count))
     for tiers in (it.tiers, it.state_tiers):
-        tiers.host.pool.forget_idle()  # The process that has written the objects knows all of them.
+        tiers.host.pool.forget()  # The process that has written the objects knows all of them.
     assert it.again(prompt) == 16
     assert (it.manager.metrics.object_blocks_read, it.manager.metrics.object_states_read) == (4, 1)
 
@@ -228,7 +228,7 @@ def test_a_damaged_newest_state_leaves_the_one_before_it_and_is_written_again(
     right, key = dict(store.pages), key_of(it, PROMPT, 10, state=True)
     again = served()
     again.fetch(PROMPT)
-    again.state_tiers.host.pool.forget_idle()  # The manager remembers that the store has the state.
+    again.state_tiers.host.pool.forget()  # The manager remembers that the store has the state.
     if how == "gone":
         del store.objects[key]
     else:
@@ -263,7 +263,7 @@ def test_a_store_that_fails_after_the_lookup_is_left_alone(served: Make, store: 
     again.fetch(PROMPT)  # The contents of the store are known, so pages and states are read at once.
     for tiers, name in ((again.tiers, "pages"), (again.state_tiers, "states")):
         if which in (name, "both"):
-            tiers.host.pool.forget_idle()
+            tiers.host.pool.forget()
     store.fails = True
     calls = len(store.calls)
     again.fetch(PROMPT, seconds=2.0)
@@ -296,7 +296,7 @@ def test_reading_a_state_does_not_evict_the_state_from_which_the_request_resumes
     again = served(80, 120, 2)
     again.fetch(PROMPT)  # The manager now remembers which objects the store has.
     for tiers in (again.tiers, again.state_tiers):
-        tiers.host.pool.forget_idle()
+        tiers.host.pool.forget()
     again.fetch(early)
     again.fetch(other)
     assert again.state_tiers.host.pool.free_count == 2
@@ -480,7 +480,7 @@ def test_a_state_that_arrives_between_two_lookups_is_not_read_again(
     written(served)
     again = served()
     again.fetch(PROMPT)
-    again.state_tiers.host.pool.forget_idle()  # The manager remembers that the store has the state.
+    again.state_tiers.host.pool.forget()  # The manager remembers that the store has the state.
     states, digests = again.manager.states[0], again.digests(PROMPT)
     store.may.clear()
     assert states.bring_newest(digests, wait=False)

@@ -120,7 +120,7 @@ def settled(it: Served) -> None:
 def forget_host(it: Served) -> None:
     """Evicts all pages from the host, but keeps the manager's knowledge of the store."""
     for tiers in it.manager._replicas._all_tiers:
-        tiers.host.pool.forget_idle()
+        tiers.host.pool.forget()
 
 
 def key_of(it: Served, prompt: Iterable[int], pages: int, table: int = 0, *, state: bool = False) -> str:

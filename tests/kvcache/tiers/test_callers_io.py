@@ -84,7 +84,7 @@ def test_a_store_that_fails_in_any_way_counts_as_one_that_fails(call: str, fault
     may_be_fine = call == "write" and fault != "raises"  # a write answers nothing
     if call == "read":  # the pages are in the store, and cannot be read
         assert store.pages
-        it.manager._replicas.each[0].forget_idle()
+        it.manager._replicas.each[0].forget()
         forget_host(it)
         while it.manager.prefetch(it.waiting(PROMPT)):
             it.manager.check()
@@ -159,7 +159,7 @@ def test_files_that_cannot_be_moved_are_misses(tmp_path: Path, call: str, fault:
     faults[call] = fault
     it.serve(PROMPT)
     it.manager.flush_tiers()
-    it.manager._replicas.each[0].forget_idle()
+    it.manager._replicas.each[0].forget()
     forget_host(it)
     it.serve(PROMPT)
     it.manager.check()

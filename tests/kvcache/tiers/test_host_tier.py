@@ -318,7 +318,7 @@ def test_the_least_recently_used_slot_goes_first_and_a_tail_before_its_head(serv
     it.tiers.store_all()
     it.fill(8)  # The seven full pages take the slots of prompt 300 and of the last pages of prompt 100.
     it.tiers.store_all()
-    it.manager._replicas.each[0].pool.forget_idle()  # now no page is on the device
+    it.manager._replicas.each[0].pool.forget()  # now no page is on the device
     context = {first: it.claim([first, *range(16)]) for first in (100, 200, 300, 400)}
     found = {}
     for first, request in context.items():
@@ -340,7 +340,7 @@ def test_a_long_prompt_copied_late_does_not_outlive_its_head(served: Any) -> Non
     it.tiers.store_all()
     it.fill(9)  # The fill needs eight slots. It takes four of them from the last pages of the prompt.
     it.tiers.store_all()
-    it.manager._replicas.each[0].pool.forget_idle()
+    it.manager._replicas.each[0].pool.forget()
     assert it.serve([*range(41)]) == 6 * SIZE
 
 
@@ -421,7 +421,7 @@ def test_a_full_tier_of_held_slots_keeps_nothing_and_refuses_nothing(served: Any
     it.fill(16)
     it.serve(PROMPT)
     it.tiers.store_all()
-    it.manager._replicas.each[0].pool.forget_idle()
+    it.manager._replicas.each[0].pool.forget()
     holder = it.claim(PROMPT)
     assert it.manager.maybe_reserve(holder)
     assert holder.start_idx == 16  # all four slots of the host are held now

@@ -186,7 +186,7 @@ def test_pages_loaded_for_no_row_are_published_when_their_copy_has_ended() -> No
     it.publish(11, 12)
     it.tier.store_all()
     it.pool.release(ids(1, 2))
-    it.pool.forget_idle()
+    it.pool.forget()
     pages, slots = it.pool.allocate(2), it.tier.slots(names(11, 12))
     it.tier.hold(slots)
     it.tier.bring(pages, slots, names(11, 12))

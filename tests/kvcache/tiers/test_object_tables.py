@@ -202,7 +202,7 @@ def test_an_answer_that_comes_between_two_looks_is_another_question(
     again = served()
     again.fetch(PROMPT)
     # The manager still remembers which objects the store has. For windows it remembers only the last object.
-    again.tiers.host.pool.forget_idle()
+    again.tiers.host.pool.forget()
     del store.objects[key_of(again, 1, 2)]
     store.may.clear()
     context, tier = again.claim(PROMPT), objects_of(again)
