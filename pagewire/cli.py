@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
+import re
 import shutil
 import signal
 import socket
 import sys
 import textwrap
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from pagewire.arguments import add_options
 from pagewire.demo.options import DemoOptions
@@ -31,6 +33,9 @@ from scheduler_adapters import interrupts
 Options = DemoOptions | DoctorOptions | PlanOptions | ReplayOptions | ServeOptions | TopOptions
 _BAD = 2  # exit status of a failed command; argparse uses the same
 _LONGEST = 1000  # most characters of a message
+_NEAR = 0.7  # least similarity of an unknown option and the one that is suggested; with 0.6, `--model` is like `--help`
+_LONGEST_OPTION = 100  # most characters of an unknown option that are compared with those that exist
+_NO_OPTION = re.compile(r"-$|-\.?\d|.* ", re.DOTALL)  # what argparse takes for a value although it begins with "-"
 _WIDEST_HELP, _HELP_COLUMN = 100, 25
 
 
@@ -125,6 +130,42 @@ class _HelpAll(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] -- of three overloads
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """Refuses an unknown option before anything else.
+
+        argparse would take the option's value for a positional argument, and complain about that.
+        """
+        given: list[str] = list(sys.argv[1:] if args is None else args)
+        if unknown := self._unknown_option(given):
+            near = difflib.get_close_matches(unknown[:_LONGEST_OPTION], self._option_string_actions, n=1, cutoff=_NEAR)
+            all_of_them = "--help" if self._subparsers else "--help-all"
+            hint = f"did you mean {near[0]}?" if near else f"{self.prog} {all_of_them} lists all"
+            self.error(f"unknown option {unknown!a}; {hint}")
+        return super().parse_known_args(given, namespace)
+
+    def _unknown_option(self, given: list[str]) -> str:
+        """Returns the first option that this parser does not know, without its value, or ""."""
+        value = False  # whether an argument is the value of the option before it
+        for argument in given:
+            is_option = not value and argument[:1] == "-" and not _NO_OPTION.match(argument)
+            if argument == "--" or (self._subparsers and not is_option):
+                return ""  # the rest are positional arguments, or belong to the parser of the command
+            name = argument.partition("=")[0]
+            known = self._known_as(name) if is_option else []
+            if is_option and not known:
+                return name
+            value = name == argument and any(action.nargs is None for action in known)
+        return ""
+
+    def _known_as(self, name: str) -> list[argparse.Action]:
+        """Returns the options that argparse takes `name` for: an option may be abbreviated."""
+        options = self._option_string_actions
+        if not name.startswith("--"):
+            return [options[name[:2]]] if name[:2] in options else []
+        return [options[name]] if name in options else [one for full, one in options.items() if full.startswith(name)]
+
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits; argparse would print the usage too."""
         _complain(self.prog, f"error: {message}")

@@ -25,6 +25,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "blake3": ("blake3",),
 }
 """For each extra, the import names of the packages that it installs."""
+ENGINES = ("vllm", "sglang")
+"""Extras for an environment that has the engine of the same name. They do not install it."""
 
 
 class NotInstalledError(ImportError):
@@ -45,6 +47,12 @@ def installed(package: str) -> bool:
         return find_spec(package) is not None
     except (ImportError, ValueError):
         return False
+
+
+def missing_packages() -> dict[str, list[str]]:
+    """Returns the packages of each extra that are not installed. The extra of an engine is of no use without it."""
+    needed = EXTRAS | {engine: (*EXTRAS[engine], engine) for engine in ENGINES}
+    return {extra: [one for one in packages if not installed(one)] for extra, packages in needed.items()}
 
 
 def require(needs: list[Need]) -> None:

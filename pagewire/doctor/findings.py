@@ -17,7 +17,7 @@ import torch
 
 from kvcache.params import usable_hashes
 from kvcache.replica.hashing import SHA256_BY, PrefixHasher
-from pagewire.extras import EXTRAS, installed
+from pagewire.extras import ENGINES, installed, missing_packages
 from transfer.memory import MemoryType
 from transfer.nixl.settings import effective_settings, reaches_other_hosts
 
@@ -60,7 +60,8 @@ class Findings(msgspec.Struct, frozen=True):
 
     Attributes:
         versions: the version of each installed distribution.
-        missing: the packages of each extra that are not installed; empty for a complete extra.
+        missing: the packages of each extra that are not installed, and of an engine's extra the engine; empty for a
+            complete extra.
         nixl_plugins: the names of NIXL's plugins; empty if NIXL cannot be used.
         nixl_error: why NIXL cannot be used; "" if it works.
         nixl_settings: the environment variables of UCX and NIXL that apply to agents for host memory.
@@ -88,7 +89,7 @@ def find() -> Findings:
     plugins, error = nixl_plugins() if installed("nixl") else ([], "NIXL is not installed")
     return Findings(
         versions=versions(),
-        missing={extra: [one for one in packages if not installed(one)] for extra, packages in EXTRAS.items()},
+        missing=missing_packages(),
         nixl_plugins=plugins,
         nixl_error=error,
         nixl_settings=effective_settings(MemoryType.DRAM),
@@ -146,7 +147,7 @@ def refusals(found: Findings) -> list[Refusal]:
     if not found.gpus:
         refused.append(Refusal("pages on a GPU (cuda)", "torch sees no CUDA device", "use the device cpu"))
     for extra, missing in found.missing.items():
-        if missing and extra not in ("transfer", "vllm", "sglang", "blake3"):
+        if missing and extra not in ("transfer", *ENGINES, "blake3"):
             why = f"not installed: {', '.join(missing)}"
             refused.append(Refusal(f"what needs the extra {extra!r}", why, f"pip install 'pagewire[{extra}]'"))
     return refused

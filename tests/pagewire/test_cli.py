@@ -3,6 +3,7 @@ never with a traceback.
 """
 
 import argparse
+import difflib
 import json
 import os
 import random
@@ -192,6 +193,69 @@ def test_every_option_is_in_the_whole_help_and_every_command_writes_json(
     options = {one for action in commands()[command]._actions for one in action.option_strings} - {"--help-all"}
     assert {one for one in options if one not in printed} == set()
     assert "--json" in options
+
+
+def misspelt(option: str, rng: random.Random) -> list[str]:
+    """Returns spellings of an option that are no option, and no abbreviation of one."""
+    word = option.removeprefix("--")
+    at = rng.randrange(1, len(word) - 1)
+    made = {word[:at] + word[at + 1] + word[at] + word[at + 2 :], word[:at] + word[at + 1 :], f"{word}s", f"{word}-x"}
+    return sorted(f"--{one}" for one in made | {word.replace("-", "_")} if not option.startswith(f"--{one}"))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_an_unknown_option_is_named_with_the_nearest_one(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "trace").write_text(TRACE)
+    options = [one for action in commands()[command]._actions for one in action.option_strings]
+    positional = {"serve": ["prefill"], "top": ["tcp://127.0.0.1:1"], "replay": [str(tmp_path / "trace")]}
+    before, after = positional.get(command, []), ["--json", str(tmp_path / "out.json")]
+    tried = 0
+    for option in options:
+        for wrong in misspelt(option, random.Random(option)) if len(option) > 4 else []:
+            if any(one.startswith(wrong) for one in options):
+                continue
+            for line in ([wrong, "hunter2", *before], [*before, wrong, *after], [*after, *before, f"{wrong}=hunter2"]):
+                with pytest.raises(SystemExit, match="2"):
+                    cli.main([command, *line])
+                printed = capsys.readouterr().err
+                assert printed.startswith(f"pagewire {command}: error: unknown option '{wrong}'; "), line
+                assert printed.count("\n") == 1
+                assert "hunter2" not in printed, "what follows may be a secret"
+                tried += 1
+            assert f"did you mean {option}?" in printed or difflib.SequenceMatcher(None, wrong, option).ratio() < 0.9
+    assert tried > 20
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (["--verson"], "pagewire: error: unknown option '--verson'; did you mean --version?"),
+        (["--model", "x", "serve"], "pagewire: error: unknown option '--model'; pagewire --help lists all"),
+        (["-x", "serve"], "pagewire: error: unknown option '-x'; pagewire --help lists all"),
+        (["serve", "-m", "x"], "pagewire serve: error: unknown option '-m'; pagewire serve --help-all lists all"),
+        (["serve", "-model", "x"], "pagewire serve: error: unknown option '-model'; did you mean --model?"),
+        (["serve", "--seed", "-1", "--sed"], "pagewire serve: error: unknown option '--sed'; did you mean --seed?"),
+        (["serve", "--model\x1b"], "pagewire serve: error: unknown option '--model\\x1b'; did you mean --model?"),
+        # these are known, or values, and argparse complains about something else
+        (["serve", "--secret", "-hunter2"], "pagewire serve: error: argument --secret: expected one argument"),
+        (["serve", "--secre", "-hunter2"], "pagewire serve: error: argument --secret: expected one argument"),
+        (["serve", "--seed", "-1"], "pagewire serve: error: argument --seed: '-1' is not a whole number"),
+        (["serve", "--pre", "0"], "pagewire serve: error: argument --prefills: '0' is not a whole number"),
+        (["serve", "--", "--modle"], "pagewire serve: error: argument PROCESS: invalid choice: '--modle'"),
+        (["srve", "--modle"], "pagewire: error: argument COMMAND: invalid choice: 'srve'"),
+    ],
+)
+def test_only_an_unknown_option_is_called_unknown(
+    line: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(line)
+    printed = capsys.readouterr().err
+    assert printed.startswith(told)
+    assert printed.count("\n") == 1
+    assert "hunter2" not in printed
 
 
 BROKEN = {

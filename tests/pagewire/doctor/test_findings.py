@@ -7,9 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pagewire import cli
+from pagewire import cli, extras
+from pagewire.doctor import command
+from pagewire.doctor.command import run_doctor
 from pagewire.doctor.findings import Findings, nixl_plugins, refusals
-from pagewire.extras import EXTRAS
+from pagewire.doctor.options import DoctorOptions
+from pagewire.extras import ENGINES, EXTRAS, installed, missing_packages
 
 HEALTHY = Findings(
     versions={"nixl": "1.5.1"},
@@ -65,6 +68,29 @@ def test_a_process_that_nixl_aborts_is_reported() -> None:
     plugins, why = nixl_plugins(dies)
     assert plugins == []
     assert why == "a process that made a NIXL agent ended with status -6: it burns"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_extra_of_an_engine_is_complete_only_with_the_engine(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find", lambda: changed(missing=missing_packages()))
+
+    def listed() -> list[str]:
+        run_doctor(DoctorOptions())
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("extras ")]
+        return line.removeprefix("extras").strip().split(", ")
+
+    others = [one for one in EXTRAS if one not in ENGINES and all(map(installed, EXTRAS[one]))]
+    assert listed() == others  # no engine is installed beside these tests
+    assert missing_packages()[engine][-1] == engine
+    (tmp_path / engine).mkdir()
+    (tmp_path / engine / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert sorted(listed()) == sorted([*others, engine])
+    monkeypatch.setattr(extras, "installed", lambda package: package == engine)  # the engine, but not NIXL
+    assert missing_packages()[engine] == ["nixl"]
+    assert listed() == ["none"]
 
 
 @pytest.mark.slow
