@@ -1,6 +1,4 @@
-"""Makes the tables of options that the site adds to `docs/reference/options.md`.
-
-`python -m tests.deploy_page` prints the page.
+"""Makes the tables of options in `docs/reference/options.md`.
 
 Source files are parsed instead of imported, because the packages that they import (such as vLLM) may be missing.
 """
@@ -9,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -156,16 +153,3 @@ def table(name: str) -> str:
         default = f"`{option.default}`" if option.default else "must be given"
         rows.append(f"| `{option.name}` | {default} | {option.meaning.replace('|', chr(92) + '|')} |")
     return "\n".join(rows)
-
-
-def with_tables(page: str) -> str:
-    """Returns the page with its tables made from the current code."""
-    for name in OPTIONS:
-        place = f"<!-- options: {name} -->"
-        assert page.count(place) == 1, f"{PAGE.name} has {page.count(place)} places for the options of {name}"
-        page = page.replace(place, table(name))
-    return page
-
-
-if __name__ == "__main__":
-    sys.stdout.write(with_tables(PAGE.read_text()))

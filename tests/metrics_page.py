@@ -1,11 +1,7 @@
-"""Makes the table of metrics that the site adds to `docs/guides/metrics.md`.
-
-`python -m tests.metrics_page` prints the page.
-"""
+"""Makes the tables of metrics in `docs/guides/metrics.md`."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from kvcache import prometheus as cache
@@ -15,7 +11,6 @@ from scheduler_adapters.service import prometheus as service
 from transfer import prometheus as transfer
 
 PAGE = Path(__file__).parents[1] / "docs/guides/metrics.md"
-PLACE = "<!-- metrics -->"
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "`ManagerCollector` of `kvcache.prometheus`": cache.FAMILIES,
     "`TransferCollector` of `transfer.prometheus`": (*transfer.FAMILIES, *transfer.OF_EXCHANGE),
@@ -34,13 +29,3 @@ def table() -> str:
             for one in families
         ]
     return "\n".join(rows)
-
-
-def with_table(page: str) -> str:
-    """Returns the page with the table made from the current code."""
-    assert page.count(PLACE) == 1
-    return page.replace(PLACE, table())
-
-
-if __name__ == "__main__":
-    sys.stdout.write(with_table(PAGE.read_text()))

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.deploy_page import OPTIONS, PAGE, ROOT, class_of, constant, fields_of, options_of, source, table, with_tables
+from tests.deploy_page import OPTIONS, ROOT, class_of, constant, fields_of, options_of, source
 
 TEXT = (ROOT / "docs/guides/operations.md").read_text()
 
@@ -20,13 +20,6 @@ def names_in(title: str) -> list[str]:
     """Returns the names in backticks before the colons in a section's list."""
     names = re.findall(r"^- (.*?):\s", section(title), re.MULTILINE | re.DOTALL)
     return [name for each in names for name in re.findall(r"`([\w()]+)`", each)]
-
-
-def test_the_page_of_options_gets_a_table_of_each_class() -> None:
-    page = with_tables(PAGE.read_text())
-    assert "<!--" not in page
-    for name in OPTIONS:
-        assert table(name) in page
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.generated_tables import PAGES as GENERATED
+from tests.generated_tables import TABLES, tables_in, with_tables, without_tables
 from tests.programs import ROOT, printed_by
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -54,13 +56,30 @@ def test_the_readmes_programs_are_short() -> None:
 
 
 def words(*pages: Path) -> int:
-    """Counts words like `wc -w`, including programs and table bars."""
-    return sum(len(page.read_text().split()) for page in pages)
+    """Counts words like `wc -w`, including programs and table bars, but not tables that are generated from the code."""
+    return sum(len(without_tables(page.read_text()).split()) for page in pages)
 
 
 def test_the_pages_are_as_short_as_they_may_be() -> None:
     assert words(PAGES[0]) <= MOST_WORDS["README.md"]
     assert words(*PAGES[1:]) <= MOST_WORDS["docs"]
+
+
+@pytest.mark.parametrize("page", GENERATED, ids=lambda page: page.name)
+def test_the_tables_of_a_page_are_those_of_the_code(page: Path) -> None:
+    written = page.read_text()
+    assert with_tables(written) == written, "the code has changed: run `python -m tests.generated_tables`"
+
+
+def test_every_table_is_on_a_page_and_is_counted_by_no_limit() -> None:
+    found = [name for page in PAGES for name in tables_in(page.read_text())]
+    assert sorted(found) == sorted(TABLES)
+    for page in GENERATED:
+        assert page in PAGES
+        lines = [line for name in tables_in(page.read_text()) for line in TABLES[name]().splitlines()]
+        assert len(lines) > 20
+        assert "<!-- generated" not in without_tables(page.read_text())
+        assert not [line for line in lines if line.startswith("| `") and line in without_tables(page.read_text())]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
