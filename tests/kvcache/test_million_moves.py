@@ -33,6 +33,9 @@ SELDOM: dict[tuple[str, ...], dict[str, int]] = {
     (*COMMON, "states apart", "drafts", "host"): {"state hit": 5, "states evicted": 10, "cut": 20, "set back": 5},
     (*COMMON, "states in slabs", "drafts", "window"): {"state hit": 1, "moved": 1, "no state": 1, "all right": 2},
     ("imports", "leases", "window", "host"): {"imported": 10, "import cancelled": 10, "import begun again": 2},
+    ("forks", "overlap", "window"): {"forked in flight": 3, "forked late": 1, "fork refused: InvalidRequestError": 1},
+    ("forks", "chunk"): {"forked late": 5, "fork refused: InvalidRequestError": 1},
+    ("forks", "states apart"): {"fork refused: StatePageError": 5},
     (*COMMON, "interrupts", "imports", "drafts"): {"in the marked part": 30, "interrupted": 60},
 }
 
@@ -73,7 +76,7 @@ def test_every_allowed_pair_of_features_is_combined() -> None:
 def test_rare_events_occur(features: tuple[str, ...]) -> None:
     run, least = Run(with_needed(features)), SELDOM[features]
     lacking = least
-    for seed in range(7, 15):
+    for seed in range(7, 47):
         run.manager(seed)
         if not (lacking := {event: run.seen[event] for event, count in least.items() if run.seen[event] < count}):
             return

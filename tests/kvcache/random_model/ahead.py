@@ -71,6 +71,10 @@ class AheadMoves(TailMoves):
     def ready(self) -> list[Request]:
         return [one for one in super().ready if not one.context.has_future_token]
 
+    def has_computed(self, one: Request) -> bool:
+        entries = [entry for flight in self.flights for entry in flight.entries if entry.one is one]
+        return all(entry.start >= one.cached for entry in entries)
+
     def fetch_ahead(self) -> bool:
         """Plans a step of some requests. A third step in flight is refused."""
         ready = [one for one in super().ready if one in self.running and len(one.tokens) < LONGEST]

@@ -14,12 +14,14 @@ import numpy as np
 import torch
 
 from kvcache import (
+    FUTURE_TOKEN,
     InvalidRequestError,
     NoFreeStatePageError,
     PageLease,
     PromptTooLongError,
     RangeRetention,
     Retention,
+    StatePageError,
     TextContext,
 )
 from kvcache.replica.context import Context
@@ -63,6 +65,11 @@ OF_FEATURE = {
     "hint": "hints",
 }
 TENANTS = (None, "other", "third")
+
+
+def known(one: Request) -> list[int]:
+    """Returns the tokens of a request without its future token."""
+    return [token for token in one.tokens if token != FUTURE_TOKEN]
 
 
 class SeededChooser:
@@ -609,6 +616,11 @@ class Moves:
             one.context.set_token_indices(active_idx=one.context.start_idx + chunk)
         self.compute([one.context], [one])
         self.update(one, self.choose.integer(1, 2))
+        # With slabs, the pages of a skipped step cannot be moved, and the model does not know for how long.
+        if "forks" in self.features and not self.slabs and self.choose.integer(0, 3) == 0:
+            one.ready = one.room >= len(one.tokens)
+            self.seen["skipped step"] += 1
+            return True
         if self.caching and "renames" in self.features and self.choose.integer(0, 7) == 0:
             self.step_renamed(one)
         self.call("step", lambda: self.manager.step([one.context]))
@@ -832,18 +844,27 @@ class Moves:
     # ---- forks and ends
 
     def fork(self) -> bool:
-        may = [one for one in self.running if one.ready and one.context.active_length == 1]
-        may = [one for one in may if one.cached == one.context.start_idx > 0 and self.has_row(one.replica)]
-        parent = self.any_of([one for one in may if one.context.active_idx == one.context.end_idx])
-        if parent is None or self.too_long(parent):
+        """Forks a request that may have a step in flight, or may have run since its last step was recorded."""
+        may = [one for one in self.running if one.has_pages and self.has_row(one.replica)]
+        parent = self.any_of([one for one in may if 0 < one.cached < len(known(one)) and self.has_computed(one)])
+        if parent is None:
             return False
         replica, room = self.replica(parent), self.has_state_room(parent.replica)
         self.made += 1
-        child = parent.context.fork(f"r{self.made}")
-        full, needed = parent.cached // PAGE_SIZE, pages_of(len(parent.tokens))
+        child, tokens = parent.context.fork(f"r{self.made}"), known(parent)
+        full, needed = parent.cached // PAGE_SIZE, pages_of(len(tokens))
         fits = (needed - full) * len(replica.tables) + replica.slab_pages <= replica.free()
-        if fits and replica.least(len(parent.tokens), parent.cached, len(parent.tokens), 1) > replica.num_pages:
+        if fits and replica.least(len(tokens), parent.cached, len(tokens), 1) > replica.num_pages:
             return False
+        if refusal := self.fork_refusal(parent):
+            try:
+                self.manager.fork(parent.context, child)
+            except refusal as error:
+                assert "step" in str(error)  # noqa: PT017 - the moves run without pytest, too
+                self.seen[f"fork refused: {refusal.__name__}"] += 1
+                return True
+            raise AssertionError(f"{parent.name}: was forked, but what the child sees is gone")
+        later = parent.cached < parent.context.start_idx
         try:
             there = self.call("fork", lambda: self.manager.fork(parent.context, child))
             assert there == fits
@@ -852,8 +873,10 @@ class Moves:
             there = False
         if there:
             rows = [{column: page for column, page in row.items() if column < full} for row in parent.rows]
-            one = Request(child, parent.replica, self.made, [*parent.tokens], rows, [*parent.first], parent.cached)
+            one = Request(child, parent.replica, self.made, tokens, rows, [*parent.first], parent.cached)
             one.ready, one.unsure, one.private = True, parent.unsure, parent.private
+            assert (child.start_idx, child.active_idx) == (parent.cached, len(tokens))
+            self.seen["forked in flight" if parent.context.has_future_token else "forked late"] += later
             self.live[one.name] = replica.requests[one.name] = one
             self.books.learn()
             shared = [{column: page for column, page in row.items() if column < full} for row in one.rows]
@@ -864,6 +887,20 @@ class Moves:
         else:
             self.books.learn()
         return there
+
+    def fork_refusal(self, parent: Request) -> type[Exception] | None:
+        """Returns the error with which a fork of this request is refused. None if it is not refused.
+
+        A recurrent state has moved on with each run. Windows and chunks have moved on with each reservation.
+        """
+        if self.manager.states and parent.cached != parent.context.start_idx:
+            return StatePageError
+        seen = [table.seen(parent.cached) for table in self.replica(parent).tables]
+        return InvalidRequestError if any(map(int.__lt__, seen, parent.first)) else None
+
+    def has_computed(self, one: Request) -> bool:  # noqa: ARG002 - see `AheadMoves`
+        """Returns whether the device has the KV of all tokens that count as computed."""
+        return True
 
     def has_row(self, at: int) -> bool:
         return len(self.books.replicas[at].requests) < ROWS
