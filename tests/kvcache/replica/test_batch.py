@@ -710,27 +710,46 @@ def advance(group: Any, *, ahead: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_batch_publishes_what_a_list_publishes_whatever_was_computed_between_steps(make: Any, seed: int) -> None:
-    """Prompts run in chunks, then decode. Some steps are skipped, so that one step sees several updates."""
-    pairs = [make(80, page_size=4) for _ in range(2)]
+    """Prompts run in chunks, then decode, up to four tokens a step. Some steps are skipped, so that one step sees
+    several updates. Requests are preempted and return at once, or leave, and another prompt takes their place.
+    """
+    pairs = [make(240, page_size=4, max_seq_len=400) for _ in range(2)]
     rng = np.random.default_rng(seed)
-    lengths, moves = rng.integers(9, 60, 3).tolist(), rng.random((25, 3))
-    chunk = int(rng.integers(3, 30))
+    lengths, moves = rng.integers(9, 60, 3).tolist(), rng.random((25, 6))
+    chunk, happened = int(rng.integers(3, 30)), Counter[str]()
     seen: list[list[Any]] = []
     for of_batch, manager in enumerate(pairs):
-        contexts = [TextContext(np.arange(length) % 7 + at, 400, f"r{at}") for at, length in enumerate(lengths)]
-        for context in contexts:
+
+        def arrived(at: int, length: int, manager: PagedKVCacheManager = manager) -> TextContext:
+            context = TextContext(np.arange(length) % 7 + at % 5, 400, f"r{at}")
             manager.external_claim(context.request_id, 0)
             assert manager.maybe_reserve(context)
+            return context
+
+        contexts = [arrived(at, length) for at, length in enumerate(lengths)]
         group: Any = manager.batch(contexts) if of_batch else contexts
         seen.append([])
-        for takes_chunk, steps, futures in moves.tolist():
+        for number, (takes_chunk, steps, futures, leaves, who, many) in enumerate(moves.tolist()):
+            if leaves < 0.25:
+                place = int(3 * who)
+                manager.release(contexts[place].request_id)
+                if leaves < 0.1:
+                    contexts[place] = arrived(3 + number, int(9 + 500 * leaves))
+                    group = manager.batch(contexts) if of_batch else contexts
+                else:
+                    manager.external_claim(contexts[place].request_id, 0)
+                    assert manager.maybe_reserve(contexts[place])
+                happened["left" if leaves < 0.1 else "preempted"] += 1
             for context in contexts:
                 if takes_chunk < 0.8 and context.active_idx - context.start_idx > 1:
                     context.set_token_indices(active_idx=min(context.end_idx, context.start_idx + chunk))
-            assert manager.reserve_batch(group, 1).all()
-            manager.fetch(group)
-            ahead = futures < 0.2 and all(context.active_idx == context.end_idx for context in contexts)
-            advance(group, ahead=ahead)
+            decodes = all(context.active_idx == context.end_idx for context in contexts)
+            num_steps = 1 + int(4 * many) if decodes else 1
+            assert manager.reserve_batch(group, num_steps).all()
+            manager.fetch(group, num_steps)
+            for _ in range(num_steps):
+                advance(group, ahead=futures < 0.2 and decodes)
+            happened["several steps"] += num_steps > 1
             if steps < 0.7:
                 manager.step(group)
             seen[-1].append([indices(context) for context in contexts])
@@ -739,6 +758,7 @@ def test_a_batch_publishes_what_a_list_publishes_whatever_was_computed_between_s
             index = manager._replicas.each[0].pool.index
             seen[-1].append(index.digests_of(np.flatnonzero(index.published[1:]) + 1).tolist())
     assert seen[0] == seen[1]
+    assert happened.total() > 4
 
 
 def test_a_batch_calls_the_update_of_a_subclass(make: Any) -> None:
