@@ -288,6 +288,24 @@ def test_a_request_continues_from_the_state_of_its_accepted_tokens(kept: bool, l
     states.check(["a"])
 
 
+def test_a_request_that_resumes_forgets_the_state_of_its_drafted_tokens() -> None:
+    """Otherwise it would count as waiting for the step of these tokens, or continue from their state."""
+    states = states_of(SHAPE, 4)
+    states.advance(torch.tensor([states.allocate("a")]), [8])
+    states.keep("a", digest(1), 8, passing=False)
+    page = states.allocate("b")
+    assert states.draft("b")
+    states.advance(torch.tensor([states.drafted["b"]]), [10])
+    with pytest.raises(StatePageError, match="'b': its drafted tokens ran, but step was not called for them"):
+        states.check_booked("b")
+    states.resume("b", digest(1), 8)
+    states.check_booked("b")
+    assert (states.tokens_of("b"), states.goes_on_from("b", 8)) == (8, 8)
+    states.settle("b", 10)
+    assert (states.page_of("b"), states.tokens_of("b"), states.drafted) == (page, 8, {})
+    states.check(["a", "b"])
+
+
 def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
     states = states_of(SHAPE, 3)
     states.advance(torch.tensor([states.allocate("a")]), [8])
