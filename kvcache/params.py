@@ -205,7 +205,7 @@ def _of_rank(address: str, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How `get_or_recommend_replica` chooses a replica, and whether replicas copy pages from each other.
+    """How `get_or_recommend_replica` chooses a replica.
 
     `prefix` chooses the replica of the lowest cost. The cost is the number of pages that the request must compute
     there, plus the weighted recent load. `least-loaded` chooses the replica with the fewest claimed requests, and the
@@ -217,9 +217,8 @@ class Routing:
     replica exceeds its fair share, in windows of 500 requests.
 
     With the default load weight, the hits are 93 and 98 %. The excess is 7 and 5 %, and in the worst window 17 and 7 %.
-    Doubling the load weight costs 3 to 5 percentage points of hits. With `copy_pages`, the hits are 98 and 99 %, and
-    the excess in the worst window is 16 and 9 %. For comparison, a router that sees only the load has an excess of 15
-    and 5 % in the worst window.
+    Doubling the load weight costs 3 to 5 percentage points of hits. For comparison, a router that sees only the load
+    has an excess of 15 and 5 % in the worst window.
 
     Another rule was rejected: if another replica had a page, the rule counted the page as cheaper to compute. That
     rule cost hits, and balanced the load no better.
@@ -231,14 +230,11 @@ class Routing:
     # for `prefix`: the weight of a recently computed page; a page that the request must compute has the weight 1
     load_weight: float = 0.25
     load_decay: float = 0.995  # for `prefix`: each admitted request multiplies the load of every replica by this factor
-    # whether pages and states that are not cached on a request's replica are copied from other replicas that have them
-    copy_pages: bool = False
 
     def __post_init__(self) -> None:
         one_of("rule", self.rule, get_args(RoutingRule))
         number("load_weight", self.load_weight, 0.0)
         number("load_decay", self.load_decay, 0.0, math.nextafter(1.0, 0.0))
-        flag("copy_pages", self.copy_pages)
 
 
 MAX_DEVICES = 1 << 10
@@ -250,7 +246,6 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("n_kv_heads", "head_dim"), functools.partial(whole, least=1)),
     **dict.fromkeys(("n_devices", "data_parallel_degree"), functools.partial(whole, least=1, most=MAX_DEVICES)),
     "page_size": optional(functools.partial(whole, least=1)),
-    "partial_reuse_min_tokens": functools.partial(whole, least=0),
     "hash_algorithm": functools.partial(one_of, choices=get_args(HashAlgorithm)),
     "page_order": functools.partial(one_of, choices=get_args(PageOrder)),
     "routing": _kind(Routing, "a Routing"),
@@ -275,7 +270,6 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
 # For each parameter, the parameter that it needs. If the needed parameter is not given, only the default value is
 # accepted.
 _REFUSED_WITHOUT = {
-    "partial_reuse_min_tokens": _CACHING,
     _SWAPPING: _CACHING,
     "file_tier_dir": _SWAPPING,
     "object_tier_io": _SWAPPING,
@@ -289,7 +283,6 @@ _IDLE_WITHOUT = {
     "file_tier_io": (("file_tier_dir",),),
     "object_tier_tokens_per_s": (("object_tier_io",),),
     **dict.fromkeys(("tenant_quota", "tenant_quotas", "kv_events", "eviction_order"), ((_CACHING,),)),
-    "routing.copy_pages": ((_CACHING,), ("data_parallel_degree",)),
     **dict.fromkeys(("state_copies", "state_every_pages", "share_state_memory"), (("states",),)),
     "tier_state_share": (("states",), (_SWAPPING,)),
 }
@@ -331,11 +324,8 @@ class KVCacheParams:
     # The hash of the prefix chain. It must be the same wherever pages are exchanged. blake3, an extra, is as strong as
     # sha256, and quicker on some processors without SHA instructions. Collisions of xxh3_128 can be crafted.
     hash_algorithm: HashAlgorithm = "sha256"
-    # If a prompt has the prefix of a cached page, and at least this many but not all of that page's tokens follow, the
-    # page is copied (see `kvcache.replica.partial`). 0 means never.
-    partial_reuse_min_tokens: int = 0
     page_order: PageOrder = "head,layer,side,token,dim"  # the axes of a page, outermost first (`kvcache.layout`)
-    # how a request's replica is chosen, and whether replicas copy pages from each other
+    # how a request's replica is chosen
     routing: Routing = field(default_factory=Routing)
     # The largest share of a replica's idle pages that may follow retention hints, 0.0 to 1.0. The other pages are
     # evicted least recently used first (see `kvcache.pool.hinted_order`). With 0.0, hints are ignored.
@@ -503,11 +493,6 @@ class KVCacheParams:
             raise InvalidParamsError(
                 f"state_copies is {copies} and state_every_pages is {every}: both need enable_prefix_caching"
             )
-        _check(
-            self.partial_reuse_min_tokens == 0,
-            f"partial_reuse_min_tokens is {self.partial_reuse_min_tokens}: it must be 0 with states, because "
-            "a state is kept only after whole pages",
-        )
 
 
 @functools.cache

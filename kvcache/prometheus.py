@@ -77,7 +77,6 @@ def _refused_pages(all_of: Replicas) -> Iterator[Sample]:
 # Counters over all replicas: the name without "pagewire_" and "_total", the field of `KVCacheMetrics`, and the help
 # text.
 _TOTALS = (
-    ("replica_copied_pages", "d2d_blocks_copied", "Pages copied from one replica to another."),
     ("file_written_pages", "file_blocks_written", "Pages written to files."),
     ("file_read_pages", "file_blocks_read", "Pages read from files into the host tier."),
     ("object_written_pages", "object_blocks_written", "Pages written to the object store."),
@@ -93,7 +92,6 @@ _TOTALS = (
         "files_refused",
         "Files in the file tier's folder that were refused: broken, or of another kind.",
     ),
-    ("replica_copied_states", "d2d_states_copied", "Recurrent states copied from one replica to another."),
     ("host_stored_states", "d2h_states_copied", "Recurrent states copied to the host tier."),
     ("host_loaded_states", "h2d_states_copied", "Recurrent states copied back from the host tier."),
     ("file_written_states", "file_states_written", "Recurrent states written to files."),

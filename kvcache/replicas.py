@@ -25,8 +25,6 @@ from kvcache.replica.batch import UNKNOWN, Batch, BatchState, Gathered, Share
 from kvcache.replica.context import Context, SafeContext, hasher_of, read_context
 from kvcache.replica.devices import PageMemory, PlacedReplica, ReplicaPageMoves
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
-from kvcache.replica.partial import PartialReuse
-from kvcache.replica.peer_copies import PeerCopies
 from kvcache.replica.replica import Replica
 from kvcache.replica.resume import Found
 from kvcache.replica.row_states import step_drafted
@@ -144,9 +142,6 @@ class Replicas:
         self.mark = self.each[0].mark  # the mark of the call that is changing the state of all replicas
         self._most = self.each[0].max_seq_len
         self._router = Router(len(placed), params.routing)
-        self._copies = [PeerCopies(placed)] if params.routing.copy_pages and len(placed) > 1 else []
-        least = params.partial_reuse_min_tokens
-        self._partial = [PartialReuse(replica, least) for replica in self.each] if least else []
         self._events: EventPublisher | None = None
         self.event_endpoints: list[tuple[str, str | None]] = []  # the addresses of each replica's KV events and replays
         self._log: AnyLog = NoLog()  # records the changes that are reported as events, and the tokens of new pages
@@ -160,8 +155,6 @@ class Replicas:
         below = sum((tiers.metrics for tiers in self._all_tiers), KVCacheMetrics())
         for states in self.states:
             below += KVCacheMetrics(state_hits=states.pages.hits, state_evictions=states.pages.pool.evictions)
-        for copies in self._copies:
-            below += KVCacheMetrics(d2d_blocks_copied=copies.pages, d2d_states_copied=copies.states)
         return sum((replica.metrics for replica in self.each), below)
 
     def admission(self, context: SafeContext, num_steps: int = 1) -> Admission:
@@ -199,20 +192,13 @@ class Replicas:
         replica = self.each[replica_idx]
         # At its first reservation, a request uses cached pages even if it runs only one token.
         first_time = replica.rows.prompt.item(row) < 0
-        if first_time:
-            if self._all_tiers:
-                self._take_up()
-            for copies in self._copies:
-                copies.bring(replica_idx, row, context, num_steps)
+        if first_time and self._all_tiers:
+            self._take_up()
         new_pages = replica.reserve(row, context, context.indices, num_steps)
         if new_pages is None:
             return False
         if first_time and len(self.each) > 1:  # with one replica, no replica has to be chosen
             self._router.admitted(replica_idx, new_pages)
-        # No cached page is copied for partial reuse while a step is in flight, because the step may still write to the
-        # copy's target.
-        if self._partial and (first_time or (context.active_idx - context.start_idx > 1 and not self.steps.open)):
-            self._reuse_part(self._partial[replica_idx], replica_idx, row, context)
         return True
 
     def reserve_batch(
@@ -332,8 +318,6 @@ class Replicas:
         if computed > self.capacity[row]:
             return False
         if replica.caching and computed >= rows.commit_at.item(row):
-            if self._partial:
-                return False
             first, last = rows.committed.item(row), computed // rows.page_size
             digests = self._hasher_of(0, row, context).digests(context.tokens, first, last)
             self.mark.call = _STEP
@@ -394,8 +378,6 @@ class Replicas:
             self.each[share.replica].publish(pages)
         # Last, because `publish` passes replaced pages to leases as far as readers know them.
         self._computed(gathered)
-        if self._partial:
-            _learn(self._partial, gathered, full)
         if isinstance(gathered, Batch):  # only a `Batch` lasts for several steps, and keeps `due`
             if gathered.has_futures:
                 gathered.due = UNKNOWN
@@ -447,8 +429,6 @@ class Replicas:
             lost |= {*replica.mend(over)}
         for tiers in self._all_tiers:
             tiers.mend()
-        for partial in self._partial:
-            partial.clear()
         if self._events is not None:
             self._events.agree()
         return lost
@@ -460,8 +440,6 @@ class Replicas:
             tiers.reset()
         for replica in self.each:
             replica.forget()
-        for partial in self._partial:
-            partial.clear()
 
     @property
     def host_pages(self) -> tuple[int, int]:
@@ -503,15 +481,6 @@ class Replicas:
         """Handle copies from host memory that have ended, which may free pages."""
         for tiers in self._all_tiers:
             tiers.take_up()
-
-    def _reuse_part(self, partial: PartialReuse, replica_idx: int, row: int, context: SafeContext) -> None:
-        """Copy a cached page into the request's own page, if the request shares a part of the cached page's tokens."""
-        found = partial.find(row, context)
-        if found is not None:
-            pages, own, cached = found
-            self.each[replica_idx].move_start(row, context, cached)
-            for page, target in zip(pages.tolist(), own.tolist(), strict=True):
-                self.placed[replica_idx].memory.copy_page(page, target)
 
     def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
         """Reserve pages for a batch in which each request runs one token.
@@ -573,15 +542,6 @@ class Replicas:
         read = read_context(context)
         self.each[replica_idx].refuse_renamed(row, read)
         return self.each[replica_idx].hasher(row, read)
-
-
-def _learn(partial: Sequence[PartialReuse], gathered: Gathered, full: Sequence[tuple[Share, Filled]]) -> None:
-    """Record for partial reuse which pages were just published."""
-    places = zip(gathered.replicas.tolist(), gathered.rows.tolist(), strict=True)
-    contexts = dict(zip(places, gathered.contexts, strict=True))
-    for (replica_idx, _, _), pages in full:
-        for row, first, last in zip(pages.rows.tolist(), pages.firsts.tolist(), pages.lasts.tolist(), strict=True):
-            partial[replica_idx].learn(row, read_context(contexts[replica_idx, row]), first, last)
 
 
 def _check_replica(replica: Replica) -> None:

@@ -53,13 +53,6 @@ class Admission(NamedTuple):
     fits: bool
 
 
-class StateCopy(NamedTuple):
-    """A cached state on a device: the tensor of each shard and kind, and the number of tokens that it includes."""
-
-    parts: Sequence[torch.Tensor]
-    tokens: int
-
-
 Part = NDArray[np.uint8]
 """The bytes of a part of a page in memory."""
 
@@ -127,7 +120,6 @@ class KVCacheMetrics(msgspec.Struct, frozen=True):
     h2d_blocks_copied: int = 0  # the number of pages copied from the host tier
     d2h_blocks_copied: int = 0  # the number of pages copied to the host tier
     evictions: int = 0  # the number of published pages that were evicted
-    d2d_blocks_copied: int = 0  # the number of pages copied from one replica to another
     file_blocks_written: int = 0  # the number of pages written to the file tier
     file_blocks_read: int = 0  # the number of pages read from the file tier into the host tier
     # the number of pages of the file tier that were not read, for one of the next five reasons
@@ -144,7 +136,6 @@ class KVCacheMetrics(msgspec.Struct, frozen=True):
     object_store_failures: int = 0  # the number of calls to the object store that failed or timed out
     h2d_states_copied: int = 0  # the number of recurrent states copied from the host tier
     d2h_states_copied: int = 0  # the number of recurrent states copied to the host tier
-    d2d_states_copied: int = 0  # the number of recurrent states copied from one replica to another
     file_states_written: int = 0  # the number of recurrent states written to the file tier
     file_states_read: int = 0  # the number of recurrent states read from the file tier into the host tier
     # the number of recurrent states of the file tier that were not read, for the same reasons as pages

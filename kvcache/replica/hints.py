@@ -121,7 +121,7 @@ class ReplicaHints(PageReader):
             self._found[row] += 1
 
     def brought(self, pages: Pages, salt: str | None, words: Words) -> None:
-        """Record that `pages` were copied from another replica or manager, for a request with this `salt`.
+        """Record that `pages` were copied from another manager, for a request with this `salt`.
 
         `words` has the first word of the digest of each page that the request finds in its prompt. The baselines also
         get these pages, because the pages would have been copied under plain LRU, too.

@@ -19,7 +19,7 @@ from kvcache.params import HashAlgorithm, KVCacheParams
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
 from kvcache.pool.pages_below import Asked, PagesBelow
-from kvcache.replica.context import ContextIndices, SafeContext, chunk_end
+from kvcache.replica.context import ContextIndices, SafeContext
 from kvcache.replica.copier import ImportBook
 from kvcache.replica.hashing import ExtraKeys, PrefixHasher
 from kvcache.replica.hints import ReplicaHints
@@ -510,12 +510,6 @@ class Replica:
         self.hints.reset()
         for states in self.states:
             states.pages.forget_copies()
-
-    def move_start(self, row: int, context: SafeContext, start: int) -> None:
-        """Let the context of a row with pages run from token `start`. All tokens before token `start` are cached."""
-        indices = context.indices
-        context.run_from(start, chunk_end(indices, start))
-        self.counter.hit(row, indices[0], start)
 
     def mend(self, over: object) -> list[RequestID]:
         """Restore everything that follows from rows and leases, after an interrupt. Call `Claims.mend` first.

@@ -3,7 +3,7 @@
 A *column* is a position in a row of a block table: column 0 is for the page of the request's first `page_size` tokens,
 column 1 for the page of the next `page_size` tokens. The function `resume` finds the longest prefix after which a
 request can resume in every block table. Its callers look for the pages in different places: on the device, in host
-memory and the tiers below it, on other replicas, in another process.
+memory and the tiers below it, in another process.
 """
 
 from collections.abc import Sequence

@@ -42,7 +42,6 @@ from kvcache.pool.index import NO_PAGE, Digests, Pages
 from kvcache.pool.pages import HeldPages
 from kvcache.pool.pages_below import Asked, PagesBelow, last_end
 from kvcache.states.state_memory import StateRoom, StateViews, state_rows
-from kvcache.types import StateCopy
 from kvcache.uncopied import Uncopied
 from kvcache.under_way import UnderWay
 from kvcache.unmoved import Unmoved
@@ -292,27 +291,6 @@ class StatePages(Uncopied):
                 self._found(digests[one : one + 1])
         others: list[int] = (~fits).nonzero()[0].tolist()
         return others
-
-    def copy_of(self, digest: Digests) -> StateCopy | None:
-        """Returns the state that is cached under this digest, for another replica. None if the device has none."""
-        if (page := int(self.pool.index.find(digest)[0])) == NO_PAGE:
-            return None
-        return StateCopy([blocks[page] for blocks in chain.from_iterable(self.blocks)], int(self._tokens[page]))
-
-    def take_copy(self, copy: StateCopy, digest: Digests) -> HeldPages | None:
-        """Keep a copy of another replica's state here, too.
-
-        Returns the page of the copy, held for the caller. Returns None if no page is free.
-        """
-        if not self.pool.make_room(moving=True):
-            return None
-        page = self.pool.allocate_one()
-        for ours, theirs in zip(chain.from_iterable(self.blocks), copy.parts, strict=True):
-            ours[page] = theirs
-        self._tokens[page] = copy.tokens
-        page = self._publish(page, digest)
-        self._keep_below(page, digest)
-        return HeldPages(self.pool, one_page(page))
 
     def bring_copy(self, digest: Digests, tokens: int) -> bool:
         """Begin to copy the state that the host has under this digest to the device, where it stays cached.

@@ -39,8 +39,6 @@ def run_replay(options: ReplayOptions) -> int:
             hints=options.hints,
             routing=options.routing,
             host_blocks=options.host_blocks,
-            peers=options.peers,
-            block_bytes=options.block_bytes,
             shown=nullcontext if show is None else show.shown,
         )
     _print(options, result)
@@ -92,7 +90,7 @@ def _print(options: ReplayOptions, result: ReplayResult) -> None:
     below = f" and {options.host_blocks:,} on the host" if options.host_blocks else ""
     title = (
         f"{options.trace.name}, {options.capacity:,} blocks{below}, {options.replicas} replica(s), "
-        f"routing {options.routing}{' with peers' if options.peers else ''}, hints {options.hints}"
+        f"routing {options.routing}, hints {options.hints}"
     )
     rows: list[tuple[str, str]] = []
     for name, value in msgspec.structs.asdict(result).items():

@@ -6,12 +6,10 @@ from typing import Literal
 
 from pagewire.arguments import (
     input_path,
-    num_bytes,
     number,
     option,
     output_file,
     output_folder,
-    switch,
     whole,
 )
 from pagewire.viewer import top_option
@@ -34,14 +32,6 @@ class ReplayOptions:
     )
     routing: Literal["prefix", "least-loaded", "round-robin"] = option(
         "RULE", str, "prefix", "prefix, least-loaded or round-robin", choices=("prefix", "least-loaded", "round-robin")
-    )
-    peers: bool = switch("let replicas copy pages from each other", rare=True)
-    block_bytes: int | None = option(
-        "BYTES",
-        num_bytes(1, 1 << 40),
-        None,
-        "size of a block, to report what peers move: 64MiB are 512 tokens of Llama 3.1 8B",
-        rare=True,
     )
     host_blocks: int = option("BLOCKS", whole(0, _MOST_BLOCKS), 0, "blocks of a host tier below the replicas")
     top: str | None = top_option("show every page, beside the optimum")

@@ -19,7 +19,6 @@ HOST_TIMES = 3
 HINTS = ("none", "true", "wrong=0.2", "inverted", "none+host")
 REPLICAS = (1, 2, 4, 8, 16)
 RULES: tuple[RoutingRule, ...] = ("prefix", "least-loaded", "round-robin")
-PEERS = "prefix, peers"  # a routing rule: by prefix, and replicas copy pages from each other
 _LABELS = {
     "none": "no hints (plain LRU)",
     "true": "hints, all right",
@@ -59,20 +58,14 @@ def sweep_replicas(
 ) -> list[Row]:
     """Replays a trace with each routing rule and number of replicas. The replicas share `capacity` blocks.
 
-    Each row has the hits of one replay in %, and its load per window. For each number of replicas above 1, the last row
-    is a replay in which replicas copy pages from each other. That replay is routed by prefix, and `peer_hits` counts
-    the copied blocks. A number of replicas is left out if the longest request does not fit into the blocks of one
-    replica.
+    Each row has the hits of one replay in %, and its load per window. A number of replicas is left out if the longest
+    request does not fit into the blocks of one replica.
     """
     longest, rows = max(map(len, trace)), list[Row]()
     for count in (count for count in counts if capacity // count >= longest):
-        named: list[tuple[str, RoutingRule]] = [(rule, rule) for rule in rules]
-        if count > 1:
-            named.append((PEERS, "prefix"))
-        for name, rule in named:
-            result = replay(trace, capacity, count, routing=rule, peers=name == PEERS)
-            row = {"blocks": capacity, "replicas": count, "routing": name, **_percent(result)}
-            row |= {"peer_hits": result.peer_hits, "peer_hits_per_request": round(result.peer_hits / len(trace), 2)}
+        for rule in rules:
+            result = replay(trace, capacity, count, routing=rule)
+            row = {"blocks": capacity, "replicas": count, "routing": rule, **_percent(result)}
             row["of_one_pool_pct"] = round(100 * result.hits / max(1, result.reference_lru_hits), 2)
             row |= {"window_load_mean": result.window_load_mean, "window_load_max": result.window_load_max}
             rows.append(row)

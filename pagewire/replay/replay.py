@@ -61,9 +61,6 @@ class ReplayResult(msgspec.Struct, frozen=True):
     window_load_mean: float | None = None
     window_load_max: float | None = None
     restored: int = 0  # hits that were loaded from the host tier
-    peer_hits: int = 0  # hits that were copied from other replicas
-    # bytes copied between replicas, per request; None if the size of a block is not known
-    moved_bytes_per_request: float | None = None
 
 
 class BlockPages(NamedTuple):
@@ -117,8 +114,6 @@ def replay(
     hints: str = "none",
     routing: RoutingRule = "prefix",
     host_blocks: int = 0,
-    peers: bool = False,
-    block_bytes: int | None = None,
     divided: BlockPages = WHOLE,
     shown: Callable[[PagedKVCacheManager], AbstractContextManager[object]] = nullcontext,
 ) -> ReplayResult:
@@ -132,26 +127,21 @@ def replay(
         hints: the kind of hints, as in `trace_hints.hints_for`.
         routing: the routing rule.
         host_blocks: number of blocks of the host tier below the pool; 0 for no tier.
-        peers: whether replicas copy pages from each other.
-        block_bytes: bytes of a block of the model; None leaves `moved_bytes_per_request` out of the result.
         divided: how each block is divided into pages. With several pages in a block, `evictions` and `restored` of the
             result count pages, not blocks.
         shown: called with the manager. The replay runs within the context manager that it returns.
 
     Raises:
-        ReplayError: a request does not fit into one replica, two states do not fit into the host tier, `peers` is set
-            for one replica, or the kind of hints is unknown.
+        ReplayError: a request does not fit into one replica, two states do not fit into the host tier, or the kind of
+            hints is unknown.
     """
-    if peers and replicas == 1:
-        raise ReplayError("--peers needs --replicas 2 or more")
-    manager = _manager(trace, capacity, replicas, Routing(rule=routing, copy_pages=peers), host_blocks, divided)
+    manager = _manager(trace, capacity, replicas, Routing(rule=routing), host_blocks, divided)
     with shown(manager):
         computed, times = _serve_all(manager, trace, hints_for(trace, hints), divided.block_pages, progress)
     manager.check()
     if manager.num_held_blocks:
         raise ReplayError(f"{manager.num_held_blocks} pages are still held after the replay")
     refs = sum(map(len, trace))
-    moved = manager.metrics.d2d_blocks_copied
     hits, lru, optimum = refs - int(computed.sum()), reference_lru_hits(trace, capacity), optimum_hits(trace, capacity)
     return ReplayResult(
         requests=len(trace),
@@ -165,8 +155,6 @@ def replay(
         us_per_request_p50=statistics.median(times) * 1e6,
         **_window_loads(computed),
         restored=manager.metrics.h2d_blocks_copied,
-        peer_hits=moved,
-        moved_bytes_per_request=None if block_bytes is None else moved * block_bytes / len(trace),
     )
 
 

@@ -345,7 +345,7 @@ class Wide(OwnContext):
     ("dtype", "wide", "alike"),
     [(np.int64, (1 << 32) + 5, 5), (np.uint64, (1 << 32) + 5, 5), (np.int64, -(1 << 32), 0), (np.uint32, 1 << 31, -1)],
 )
-@pytest.mark.parametrize("params", [{}, {"partial_reuse_min_tokens": 1}, {"hash_algorithm": "xxh3_128"}])
+@pytest.mark.parametrize("params", [{}, {"hash_algorithm": "xxh3_128"}])
 def test_tokens_that_differ_only_in_bits_above_the_lowest_32_never_share_a_page(
     make: Any, dtype: Any, wide: int, alike: int, params: dict[str, Any]
 ) -> None:

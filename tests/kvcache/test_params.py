@@ -78,7 +78,6 @@ def test_params_that_cannot_work_are_named(changes: dict[str, Any], message: str
         (Routing, {"load_weight": -1}, "load_weight is -1"),
         (Routing, {"load_decay": 1.0}, "load_decay is 1.0: a number from 0.0 to 0.9"),
         (Routing, {"load_decay": -0.1}, "load_decay is -0.1"),
-        (Routing, {"copy_pages": 2}, "copy_pages is 2: True or False"),
     ],
 )
 def test_params_of_events_and_routing_that_cannot_work_are_named(
@@ -227,7 +226,6 @@ def test_states_share_memory_with_pages_or_have_their_own_with_two_copies_a_requ
             {"state_copies": 3, "share_state_memory": True, "enable_prefix_caching": True},
             "state_copies is 3: with share",
         ),
-        ({**CACHED, "partial_reuse_min_tokens": 2}, "partial_reuse_min_tokens is 2: it must be 0 with states"),
     ],
 )
 def test_params_that_states_exclude_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -247,7 +245,6 @@ def test_params_that_states_exclude_are_refused_by_name(changes: dict[str, Any],
         ({"tenant_quotas": {"a": 0.5}}, ["enable_prefix_caching"]),
         ({"kv_events": KVEvents()}, ["enable_prefix_caching"]),
         ({"eviction_order": print}, ["enable_prefix_caching"]),
-        ({"routing": Routing(copy_pages=True)}, ["enable_prefix_caching", "data_parallel_degree"]),
         ({"state_copies": 0}, ["states"]),
         ({"state_every_pages": 1}, ["states"]),
         ({"share_state_memory": False}, ["states"]),

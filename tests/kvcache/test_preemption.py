@@ -16,7 +16,6 @@ from kvcache import (
     LayerGroup,
     NotReservedError,
     PagedKVCacheManager,
-    Routing,
     TextContext,
 )
 from tests.kvcache.build import manager_of, proven
@@ -31,9 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "host": {"host_slots": 40},
     "groups": {"layers": 2, "params": {"groups": WINDOWS}},
     "groups with a host": {"layers": 2, "host_slots": 80, "params": {"groups": WINDOWS}},
-    "parts of pages": {"params": {"partial_reuse_min_tokens": 1}},
     "replicas": {"dp": 2},
-    "replicas that copy": {"dp": 2, "params": {"routing": Routing(copy_pages=True)}},
 }
 
 

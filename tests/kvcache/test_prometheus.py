@@ -27,7 +27,6 @@ def books(manager: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """Returns the manager's own figures as the samples that a scrape must contain."""
     metrics = manager._replicas.metrics
     totals = {
-        "pagewire_replica_copied_pages_total": metrics.d2d_blocks_copied,
         "pagewire_file_written_pages_total": metrics.file_blocks_written,
         "pagewire_file_read_pages_total": metrics.file_blocks_read,
         "pagewire_refused_files_total": metrics.files_refused,

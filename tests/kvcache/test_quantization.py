@@ -151,21 +151,5 @@ def test_scales_come_back_from_files(scale_of: ScaleOf, tmp_path: Path) -> None:
     other.manager.close()
 
 
-@pytest.mark.parametrize("scale_of", KINDS)
-def test_scales_are_copied_between_replicas_and_with_parts_of_pages(scale_of: ScaleOf) -> None:
-    from kvcache import Routing
-
-    chosen = {
-        "kvcache_quant_config": config(scale_of, torch.float64),
-        "routing": Routing(copy_pages=True),
-        "partial_reuse_min_tokens": 2,
-    }
-    served = Served(32, 0, params=chosen, dp=2, dtype=torch.int8)
-    prompt = list(range(6 * SIZE + 3))
-    assert served.serve(prompt) == 0
-    assert served.serve([*prompt[:-2], 7, 8, 9], replica=1) > 0
-    served.manager.check()
-
-
 def test_a_manager_without_scales_hands_none_out() -> None:
     assert [entry.kv_scales for entry in manager_of(8).fetch([])] == [None]

@@ -288,20 +288,6 @@ def test_a_reset_keeps_what_a_step_in_flight_reads(make: Make) -> None:
     assert manager.num_free_blocks == 8
 
 
-def test_no_partial_page_is_copied_into_a_page_that_a_step_in_flight_writes(make: Make) -> None:
-    manager = make(16, page_size=4, params={"partial_reuse_min_tokens": 1})
-    long = begun(manager, [0, 1, 2, 91, 92, 93], "long")
-    long.set_token_indices(active_idx=1)
-    ran(manager, range(12), "cached")
-    step = manager.fetch_ahead([long])
-    long.update(0)
-    assert manager.maybe_reserve(long)
-    assert long.start_idx == 1
-    manager.end_step(step)
-    assert manager.maybe_reserve(long)
-    assert long.start_idx == 3
-
-
 def test_recover_keeps_the_pages_of_steps_in_flight_and_ends_the_one_that_was_interrupted(make: Make) -> None:
     kept = 0
     for at in range(1, 4000, 7):

@@ -131,14 +131,6 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.peer_copies",
-        [
-            Mutation("PeerCopies._bring_pages", "self.pages += len(brought)", "self.pages += wanted.pages"),
-            Mutation("PeerCopies._bring_pages", "missing &= ~taken", "pass"),
-            Mutation("PeerCopies.bring", "wanted, mine.pool.beside)", "wanted)"),
-        ],
-    ),
-    Module(
         "kvcache.tiers.host_tier",
         [
             Mutation("LowerTier._publish", "slots[right], digests[right]", "slots, digests"),

@@ -39,7 +39,6 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/copier": "handover recovery replica/imports replica/imports_for_nobody replica/further_imports "
         "replica/leases states/cancelled_imports",
         "replica/devices": "devices replica/batch replica/page_moves million_moves states/grouped_states",
-        "replica/peer_copies": "replica/peer_copies states/copied_states replica/lent_tables",
         "pool/pages_below": "replica/pages_below tiers/host_tier tiers/object_tables states/grouped_states_below",
         "replica/batch": "replica/batch events/events",
         "replica/contents": "replica/contents replica/imports_for_nobody replica/lent_tables states/lent_states",
@@ -56,7 +55,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "states/copied_states",
         "replica/tables": "replica/further_tables replica/further_imports replica/further_hints replica/rows manager "
         "million_moves replica/leases",
-        "replicas": "replicas manager admission handover steps_in_flight replica/batch replica/fork replica/partial "
+        "replicas": "replicas manager admission handover steps_in_flight replica/batch replica/fork "
         "events/events tiers/host_tier tiers/file_tier million_moves states/grouped_states_below",
         "sizing": "sizing params devices",
         "states/state_pages": "million_moves states/grouped_states states/kept_states_hints states/lent_states "

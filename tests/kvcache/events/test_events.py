@@ -199,22 +199,6 @@ def test_imported_pages_are_reported_when_they_are_committed() -> None:
     manager.close()
 
 
-def test_copies_from_another_replica_are_reported_on_the_stream_of_the_target() -> None:
-    from kvcache import Routing
-
-    manager = manager_of(16, dp=2, params={"kv_events": events(), "routing": Routing(copy_pages=True)})
-    with Mirror(manager.kv_event_endpoints[1]).begin() as mirror:
-        run_once(manager, [*range(1, 30)], 0)
-        context = TextContext([*range(1, 30)], 64)
-        with manager.claim(context, 1):
-            assert manager.maybe_reserve(context)
-            assert context.start_idx == 28
-            mirror.settle(manager, 1)
-            mirror.check_same(manager, 1)
-            assert len(mirror.there["GPU"]) == 7
-    manager.close()
-
-
 def test_if_no_thread_reads_the_log_the_loop_reads_it_and_subscribers_stay_right() -> None:
     manager = manager_of(16, params={"kv_events": events()})
     worker = worker_of(manager)

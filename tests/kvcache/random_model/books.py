@@ -43,9 +43,9 @@ class Books:
         self.features = built.features
         self.kv = KVTokens(self.manager)
         several = "imports" in self.features and len(self.manager.layer_tables.tables) > 1
-        self.foretold = not several and not {"states in slabs", "peer copies", "late copies"} & self.features
+        self.foretold = not several and not {"states in slabs", "late copies"} & self.features
         self.lenient = False
-        self.host_foretold = not {"files", "objects", "lends", "peer copies", "late copies"} & self.features
+        self.host_foretold = not {"files", "objects", "lends", "late copies"} & self.features
         self.blurred = False  # True if a call has been interrupted.
         self.orders = Orders(built, names)
         tables = [Table(one.group, one.group.kind == "full") for one in self.manager.layer_tables.tables]
@@ -180,7 +180,7 @@ class Books:
     @property
     def _comes_back(self) -> bool:
         """Returns whether one call may evict pages and bring the same pages back."""
-        return bool({"host", "peer copies"} & self.features)
+        return "host" in self.features
 
     def _follow_order(
         self,
@@ -280,9 +280,7 @@ class Books:
                 lent = seam.lent_states(self.manager, at)
                 oldest = [one for one in was if one in evicted or not (one in gone or was[one] in lent)]
                 assert {*oldest[:more]} == evicted, "the newest state was evicted"
-        # A copy of pages from another replica may evict the copy of the state after them.
-        least = -1 if "peer copies" in self.features else 0
-        assert len(mine) > 1 or least <= len(gone) - more <= len(mine), f"{more} states evicted, {len(gone)} are gone"
+        assert len(mine) > 1 or 0 <= len(gone) - more <= len(mine), f"{more} states evicted, {len(gone)} are gone"
         for one in mine:
             self._state_stays(at, replica, one, {*was}, alone=len(mine) == 1)
 

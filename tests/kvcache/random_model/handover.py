@@ -19,7 +19,7 @@ from tests.kvcache.random_model.matrix import BUILT, LONGEST, PAGE_SIZE, ROWS, W
 from tests.kvcache.random_model.moves import WEIGHTS, Moves, SeededChooser
 from tests.kvcache.random_model.plain import Request
 
-_OTHERS = {*BUILT} - {"host", "files", "objects", "quotas", "replicas", "peer copies", "partial"}
+_OTHERS = {*BUILT} - {"host", "files", "objects", "quotas", "replicas"}
 """The features that two managers must share if one hands pages over to the other."""
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from kvcache import KVCacheParams, LayerGroup, PagedKVCacheManager, Routing
+from kvcache import KVCacheParams, LayerGroup, PagedKVCacheManager
 from kvcache.layer_groups import layer_tables
 from kvcache.params import StateShape
 from kvcache.sizing import page_bytes
@@ -24,11 +24,11 @@ T = TypeVar("T")
 PAGE_SIZE, ROWS, LONGEST = 3, 4, 60
 
 BUILT = ("window", "chunk", "windows alone", "latents", "states apart", "states in slabs", "host", "files", "objects")
-BUILT += ("quotas", "partial", "peer copies", "replicas", "shards")
+BUILT += ("quotas", "replicas", "shards")
 CALLED = ("hints", "drafts", "imports", "leases", "lends", "forks", "preemption", "batches", "renames", "stale")
 CALLED += ("own contexts", "resets", "hostile", "interrupts", "overlap", "tails", "late copies")
 FEATURES = BUILT + CALLED
-NEEDED = {"files": "host", "objects": "host", "peer copies": "replicas", "late copies": "host"}
+NEEDED = {"files": "host", "objects": "host", "late copies": "host"}
 """Features that need another feature. If such a feature is wanted, both are used."""
 ONE_OF = tuple(
     frozenset(one)
@@ -42,9 +42,7 @@ states, the end of a prompt cannot be imported by itself either; `wrong_tail` ch
 """
 
 _STATES = "it must be 0 with states, because a state is kept only after whole pages"
-REFUSED: dict[frozenset[str], str] = {
-    **{frozenset({"partial", one}): _STATES for one in ("states apart", "states in slabs")},
-}
+REFUSED: dict[frozenset[str], str] = {}
 """Sets of features that the manager refuses, with its message. If the manager accepts one, the test fails; then remove
 the entry.
 """
@@ -88,7 +86,7 @@ def drawn(choose: Chooser, wanted: Iterable[str] = ()) -> frozenset[str]:
     for one in sorted(FEATURES, key=lambda _: choose.integer(0, 1 << 20)):
         more = has | with_needed([one])
         # Slow features are drawn less often. A feature that excludes many other features is drawn less often, too.
-        odds = 4 if one in {"interrupts", "hostile", "partial"} else 2
+        odds = 4 if one in {"interrupts", "hostile"} else 2
         if choose.integer(1, odds) == 1 and not is_refused(more) and not any(len(more & two) > 1 for two in ONE_OF):
             has = more
     return has
@@ -134,7 +132,7 @@ def build(
 
     Prefix caching is sometimes off, if no feature needs it.
     """
-    needs_caching = {"host", "quotas", "partial", "peer copies", "hints", "lends", "tails"} & features
+    needs_caching = {"host", "quotas", "hints", "lends", "tails"} & features
     caching = bool(needs_caching or choose.integer(0, 3))
     dp, tp = (2 if "replicas" in features else 1), (2 if "shards" in features else 1)
     if layers:  # The caller asks for the layers of another manager.
@@ -148,11 +146,10 @@ def build(
     quotas = {"third": choose.pick((0.0, 0.1, 0.5))} if "quotas" in features and (quota == 1.0 or copies) else {}
     told: dict[str, Any] = {"page_size": PAGE_SIZE, "enable_prefix_caching": caching, "groups": groups}
     told |= {"n_devices": dp * tp, "data_parallel_degree": dp, "is_mla": "latents" in features}
-    told |= {"partial_reuse_min_tokens": int("partial" in features), "states": shape if states else None}
+    told |= {"states": shape if states else None}
     told |= {"state_copies": copies} if apart else {}
     told |= {"state_every_pages": every} if states else {}
     told |= {"tenant_quota": quota, "tenant_quotas": quotas} if caching else {}
-    told |= {"routing": Routing(copy_pages=True)} if "peer copies" in features else {}
     told |= params or {}
     dtype = told.pop("dtype", torch.int64)
     plain = KVCacheParams(dtype, tp, 2, **told)

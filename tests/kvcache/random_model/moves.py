@@ -194,7 +194,7 @@ class Moves:
         """Whether the model knows exactly which pages a request finds. It knows them if all pages come from the
         request's own replica.
         """
-        return not {"host", "peer copies", "partial"} & self.features
+        return "host" not in self.features
 
     def replica(self, one: Request) -> Replica:
         return self.books.replicas[one.replica]
@@ -439,9 +439,6 @@ class Moves:
     def active_after(self, before: tuple[int, int], context: TextContext) -> int:
         """Returns the end of a chunk after its start was moved from `before`."""
         start, (was, active) = context.start_idx, before
-        # A partly filled page may follow the full pages of the chunk.
-        if "partial" in self.features and self.manager.params.groups:
-            start = max(was, start - start % PAGE_SIZE)
         return active if start < active else min(context.end_idx, start + active - was)
 
     def came(self, one: Request, asked: tuple[tuple[int, int], int, int, int], may: tuple[int, int, int, int]) -> None:
@@ -450,15 +447,12 @@ class Moves:
         """
         (before, start, steps, active), (committed, device, low, high) = asked, may
         context, replica = one.context, self.replica(one)
-        part = PAGE_SIZE - 1 if "partial" in self.features and context.active_idx - start > 1 else 0
         now = context.start_idx
-        least, most = max(start, low * PAGE_SIZE), max(start, high * PAGE_SIZE + part)
+        least, most = max(start, low * PAGE_SIZE), max(start, high * PAGE_SIZE)
         assert least <= now <= most, f"{one.name}: goes on from {now}, {least} to {most} may be"
         assert now < context.active_idx <= active <= context.end_idx, f"{context} was to run up to {active}"
         found = now // PAGE_SIZE if now > start else committed
-        # A partly filled page is copied only after all full pages before it are present.
-        planned = now - now % PAGE_SIZE if part and now > start and now % PAGE_SIZE else now
-        plan = replica.plan(one, len(one.tokens), max(start, planned), active, steps, found)
+        plan = replica.plan(one, len(one.tokens), now, active, steps, found)
         if self.exact:
             left = replica.surplus(one, plan, committed)
             assert left >= 0, f"{one.name}: has pages, {-left} too many"
@@ -482,13 +476,12 @@ class Moves:
         self.back_from_below(one, device, found)
         self.seen["hit"] += now > start
         self.seen["moved back"] += now < before[0]
-        self.seen["part of a page"] += bool(part and now % PAGE_SIZE and now > start)
 
     def cut(self, one: Request, at: tuple[int, int, int]) -> None:
         """Returns the end of a chunk at which a copy of the state is to be made."""
         start, now, active = at
         if not self.manager.states or not self.caching or one.private:
-            assert one.context.active_idx == active or "partial" in self.features
+            assert one.context.active_idx == active
             return
         if now == start and active - now == 1:
             assert one.context.active_idx == active
@@ -529,18 +522,8 @@ class Moves:
             return not self.manager.states or names.digest_of.get(what) in replica.kept
 
         device = replica.resume(one, committed, there, ends_here)
-        if not {"host", "peer copies"} & self.features:
+        if "host" not in self.features:
             return device, device, device
-        if "host" not in self.features:  # The missing pages come from other replicas.
-            every = self.books.replicas
-            kept = {digest for other in every for digest in other.kept}
-            most = replica.resume(
-                one,
-                committed,
-                lambda _, what: any(other.has(what) for other in every),
-                lambda what: not self.manager.states or names.digest_of.get(what) in kept,
-            )
-            return device, device, most
         host, states, run = self.books.host, seam.host_states(self.manager), self.device_run(one, committed)
 
         def in_host(what: Content) -> bool:

@@ -45,7 +45,7 @@ class Orders:
 
     def is_exact(self, at: int) -> bool:  # noqa: ARG002 - all replicas alike
         """Returns whether the model can predict the next eviction on this replica."""
-        return not self.hinted or not (self.blurred or {"host", "peer copies", "lends"} & self.built.features)
+        return not self.hinted or not (self.blurred or {"host", "lends"} & self.built.features)
 
     def forget(self, replica: Replica, digest: Digest) -> None:
         """Records that this content was evicted."""

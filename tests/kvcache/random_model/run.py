@@ -33,8 +33,6 @@ SIGNS: dict[str, tuple[str, ...]] = {
     "files": ("read from files", "written to files"),
     "objects": ("read from objects", "written to objects"),
     "quotas": ("evicted",),
-    "partial": ("part of a page",),
-    "peer copies": ("copied from a peer",),
     "hints": ("hint",),
     "drafts": ("set back", "all right"),
     "imports": ("imported",),
@@ -212,8 +210,6 @@ class Model(AheadMoves):
         self.seen["written to files"] += metrics.file_blocks_written
         self.seen["read from objects"] += metrics.object_blocks_read
         self.seen["written to objects"] += metrics.object_blocks_written
-        self.seen["copied from a peer"] += metrics.d2d_blocks_copied
-        self.seen["states from a peer"] += metrics.d2d_states_copied
         self.seen["evicted"] += metrics.evictions
         self.seen["state hit"] += metrics.state_hits
         self.seen["states evicted"] += metrics.state_evictions

@@ -490,7 +490,6 @@ class WrongCalls:
             [
                 *((name, no_integer()) for name in ("n_kv_heads", "head_dim", "n_devices", "data_parallel_degree")),
                 ("page_size", [value for value in no_size() if value is not None]),
-                ("partial_reuse_min_tokens", no_integer(0)),
                 *((name, [Wild(), None, 1, "no", 1.5, []]) for name in ("enable_prefix_caching", "is_mla")),
                 ("dtype", ["float32", None, np.float32, Wild()]),
                 *((name, [*no_text(), None]) for name in ("hash_algorithm", "page_order", "file_tier_key")),
@@ -520,7 +519,6 @@ class WrongCalls:
                 ("rule", [None, 1, "nearest", [], Wild()]),
                 ("load_weight", [None, "1", -1.0, float("nan"), float("inf"), True]),
                 ("load_decay", [None, "1", -0.1, 1.0, float("nan")]),
-                ("copy_pages", [None, 1, "no"]),
             ]
         )
         wrong = self.pick(values)

@@ -9,7 +9,7 @@ from weakref import ref
 import numpy as np
 import pytest
 
-from kvcache import InvalidParamsError, LruOrder, PagedKVCacheManager, RangeRetention, Retention, Routing, TextContext
+from kvcache import InvalidParamsError, LruOrder, PagedKVCacheManager, RangeRetention, Retention, TextContext
 from kvcache.eviction_order import BY_HINT, BY_QUOTA, BY_TURN
 from kvcache.retention import PageHints
 from tests.kvcache.build import manager_of, run_once
@@ -368,20 +368,6 @@ def test_new_content_of_an_evicted_page_does_not_belong_to_the_former_tenant() -
     assert owned(manager) == {"a": before[0] - evicted}
 
 
-def test_pages_copied_from_a_replica_belong_to_the_tenant_before_the_request_holds_them() -> None:
-    """Copied pages are idle until their request holds them. They must count for the request's tenant before, because
-    they stay idle if the request resumes at another token.
-    """
-    manager = manager_of(12, dp=2, params={"tenant_quota": 0.5, "routing": Routing(copy_pages=True)})
-    serve(manager, prompt(1), replica=0, cache_salt="a")
-    context = TextContext(prompt(1), 64, cache_salt="a")
-    manager.external_claim(context.request_id, 1)
-    (copies,) = manager._replicas._copies
-    copies.bring(1, manager._replicas.each[1].rows.row_of[context.request_id], context, 1)
-    assert manager._replicas.each[1].pool.idle.count == manager.metrics.d2d_blocks_copied == 2
-    assert owned(manager, 1) == {"a": 2}
-
-
 def test_evictions_for_a_quota_are_not_counted_against_hints() -> None:
     manager = manager_of(40, checks=False, params={"tenant_quota": 0.2})
     rng = random.Random(0)
@@ -416,20 +402,6 @@ def test_baselines_keep_pages_that_the_manager_evicts_by_age_or_hint_but_not_tho
     assert kept() == [(True, True), (False, False)]
     replica.hints.gone(pages, BY_QUOTA)
     assert kept() == [(False, False), (False, False)]
-
-
-def test_pages_copied_from_another_replica_do_not_count_as_gains_of_hints() -> None:
-    manager = manager_of(40, dp=2, params={"routing": Routing(copy_pages=True)})
-    contexts = [TextContext(prompt(name), 64, retention=Retention()) for name in (0, 1, 1)]
-    learned: list[int] = []
-    for context, replica in zip(contexts, (0, 1, 0), strict=True):
-        with manager.claim(context, replica):
-            assert manager.maybe_reserve(context)
-            context.update(0)
-            manager.step([context])
-        learned = learned or evidence(manager)
-    assert manager.metrics.d2d_blocks_copied == 2
-    assert learned == [0, 0]
 
 
 def test_pages_that_two_requests_compute_at_a_time_count_as_found_by_the_second() -> None:
@@ -507,9 +479,9 @@ def some_hint(rng: random.Random) -> Retention | None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_with_random_hints_and_quotas_every_page_is_accounted_for(seed: int) -> None:
-    """Random hints, quotas, copies between replicas, forks, refusals and resets. `check` runs after each move."""
+    """Random hints, quotas, forks, refusals and resets. `check` runs after each move."""
     rng = random.Random(seed)
-    options = {"tenant_quota": 0.3, "routing": Routing(copy_pages=True), "max_hint_share": rng.choice([0.5, 1.0])}
+    options = {"tenant_quota": 0.3, "max_hint_share": rng.choice([0.5, 1.0])}
     manager = manager_of(16, dp=2, rows=4, checks=False, params=options)
     live: list[TextContext] = []
     for _ in range(250):

@@ -7,10 +7,8 @@ import time
 
 import pytest
 
-from kvcache import BlockTableMismatchError, LayerGroup, PageDigests, Routing, TextContext
-from kvcache.replica.devices import PageMemory
-from kvcache.replica.rows import Pages
-from tests.kvcache.replica.tables_below import PROMPT, TWO, WINDOW, Make, fill, lost
+from kvcache import BlockTableMismatchError, PageDigests, TextContext
+from tests.kvcache.replica.tables_below import PROMPT, TWO, Make, fill, lost
 from tests.kvcache.served import SIZE, Served
 
 
@@ -75,61 +73,14 @@ def test_half_of_the_free_pages_stay_free_for_the_manager_s_own_requests(served:
     assert it.manager.metrics.h2d_blocks_copied == 11
 
 
-COPYING = {"routing": Routing(copy_pages=True)}
-
-
-@pytest.mark.parametrize("groups", [WINDOW, TWO])
-def test_other_replicas_pages_are_copied_for_every_table(served: Make, groups: tuple[LayerGroup, ...]) -> None:
-    it = served(80, 0, groups, dp=3, params=COPYING)
-    it.serve(PROMPT, chunk=8)
-    it.serve(PROMPT, replica=1)
-    full = 2 if groups is TWO else 1
-    assert it.manager.metrics.d2d_blocks_copied == 10 * full + 2
-    lost(it, 9)
-    # The request copies pages from two replicas. The last page of the window comes from the second replica.
-    assert it.serve(PROMPT, replica=2) == 40
-    assert it.manager.metrics.d2d_blocks_copied == 2 * (10 * full + 2)
-    assert it.kv.compared > 2 * 40 * full
-
-
-def test_a_page_that_two_replicas_have_is_copied_once(served: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    it = served(80, 0, dp=3, params=COPYING)
-    it.serve(PROMPT, chunk=8)
-    it.serve(PROMPT, replica=1)
-    copied: list[int] = []
-    real = PageMemory.copy_pages_of
-
-    def counted(memory: PageMemory, other: PageMemory, sources: Pages, targets: Pages) -> None:
-        copied.append(len(sources))
-        real(memory, other, sources, targets)
-
-    monkeypatch.setattr(PageMemory, "copy_pages_of", counted)
-    assert it.serve(PROMPT, replica=2) == 40
-    assert copied == [12]
-
-
-def test_a_copy_that_does_not_fit_changes_nothing(served: Make) -> None:
-    it = served(22, 0, dp=2, params=COPYING)
-    it.serve(PROMPT, chunk=8)
-    other = it.claim([99, *range(23)], replica=1)
-    assert it.manager.maybe_reserve(other)
-    context = it.claim(PROMPT, replica=1)
-    assert not it.manager.maybe_reserve(context)
-    assert it.manager.metrics.d2d_blocks_copied == 0
-    it.manager.release(other.request_id)
-    assert it.manager.maybe_reserve(context)
-    assert context.start_idx == 40
-    it.run(context)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(2))
-def test_pages_from_every_tier_and_replica_have_the_computed_content(served: Make, seed: int) -> None:
-    """Small pools with a host tier, files, quotas, and replicas that copy from each other. KV is compared whenever a
+def test_pages_from_every_tier_have_the_computed_content(served: Make, seed: int) -> None:
+    """Small pools with a host tier, files, quotas and two replicas. KV is compared whenever a
     request reads it.
     """
     rng = random.Random(seed)
-    it = served(60, 90, TWO, files=True, dp=2, params={**COPYING, "tenant_quota": 0.4})
+    it = served(60, 90, TWO, files=True, dp=2, params={"tenant_quota": 0.4})
     for _ in range(120):
         head = [rng.randint(0, 3), *range(rng.choice([8, 20, 33]))]
         tokens = [*head, *(rng.randint(0, 1) for _ in range(rng.randint(1, 12)))]
@@ -138,4 +89,4 @@ def test_pages_from_every_tier_and_replica_have_the_computed_content(served: Mak
             it.tiers.flush()
         it.manager.check()
     metrics = it.manager.metrics
-    assert min(metrics.d2d_blocks_copied, metrics.h2d_blocks_copied, metrics.evictions) > 20
+    assert min(metrics.h2d_blocks_copied, metrics.evictions) > 20

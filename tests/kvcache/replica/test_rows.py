@@ -125,7 +125,7 @@ def test_a_row_has_no_room_for_more_tokens_than_max_seq_len_although_its_last_pa
 @pytest.mark.parametrize(
     "features",
     [
-        ("batches", "forks", "preemption", "partial"),
+        ("batches", "forks", "preemption"),
         ("batches", "forks", "preemption", "imports", "leases", "lends"),
         ("batches", "forks", "preemption", "imports", "window", "chunk", "leases"),
         ("batches", "states in slabs", "preemption", "window"),

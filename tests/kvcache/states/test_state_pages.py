@@ -8,7 +8,6 @@ from kvcache.pool.index import Digests, Pages
 from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import HeldPages
 from kvcache.states.state_pages import StatePages
-from kvcache.types import StateCopy
 from tests.kvcache.build import states_of
 
 SHAPE = StateShape(layers=2, heads=4, head_dim=3, groups=2, d_state=5, kernel=4, conv_dtype=torch.float32)
@@ -371,24 +370,13 @@ class BroughtMeanwhile(PageReader):
         self.told += pages.tolist()
 
 
-@pytest.mark.parametrize("call", ["keep", "take_copy"])
-def test_a_state_that_arrives_while_room_is_made_for_it_is_used_and_no_free_page_is_stored(call: str) -> None:
+def test_a_state_that_arrives_while_room_is_made_for_it_is_used_and_no_free_page_is_stored() -> None:
     states, (old, new) = states_of(SHAPE, 3), (np.array([[number]], np.uint64) for number in (1, 2))
     states.allocate("r")
     states.advance(torch.tensor([1]), [8])
     states.keep("r", old, 8, passing=False)
     reader = BroughtMeanwhile(states, states.pool.allocate_one(), new)
-    if call == "keep":
-        states.keep("r", new, 8, passing=False)
-    else:
-        copy = states_of(SHAPE, 1)
-        copy.allocate("theirs")
-        copy.advance(torch.tensor([1]), [8])
-        copy.keep("theirs", new, 8, passing=False)
-        taken = states.take_copy(StateCopy([blocks[1] for blocks in copy.tensors[0]], 8), new)
-        assert taken is not None
-        assert taken.pages.tolist() == states.pool.index.find(new).tolist()
-        taken.release()
+    states.keep("r", new, 8, passing=False)
     assert (states.pool.index.find(new).tolist(), {*reader.told}) == ([3], {3})
     assert (states.num_kept, states.pool.free_count) == (1, 2)
     states.check(["r"])

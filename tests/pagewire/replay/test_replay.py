@@ -4,7 +4,6 @@ import itertools
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -113,22 +112,6 @@ def test_claiming_by_prefix_hits_more_than_taking_turns_and_keeps_loads_even() -
     assert replay(trace, 2400).window_load_mean is None
 
 
-@pytest.mark.parametrize("routing", ["prefix", "round-robin"])
-def test_with_peers_a_head_that_all_share_is_computed_once(routing: Any) -> None:
-    trace = [[*range(6), 100 + number] for number in range(40)]
-    alone, peers = (replay(trace, 400, 4, routing=routing, peers=with_them) for with_them in (False, True))
-    assert (alone.hits, alone.peer_hits) == (36 * 6, 0)
-    assert (peers.hits, peers.peer_hits) == (39 * 6, 3 * 6)
-    assert peers.hits == peers.reference_lru_hits
-    assert peers.moved_bytes_per_request is None
-    assert replay(trace, 400, 4, routing=routing, peers=True, block_bytes=10).moved_bytes_per_request == 180 / 40
-
-
-def test_one_replica_has_no_peers() -> None:
-    with pytest.raises(ReplayError, match="--peers needs --replicas 2"):
-        replay([[1]], 16, peers=True)
-
-
 def test_a_window_s_load_is_that_of_its_busiest_replica() -> None:
     # In each of the two complete windows, one replica gets the long prompts and the other replica gets the short
     # prompts. The replicas take turns. The third window is incomplete and does not count.
@@ -187,8 +170,6 @@ def test_the_command_prints_and_writes_its_figures(tmp_path: Path, capsys: pytes
         "window_load_mean",
         "window_load_max",
         "restored",
-        "peer_hits",
-        "moved_bytes_per_request",
     ]
     assert f"{figures['hits']:,}" in capsys.readouterr().out
     assert main(["replay", str(path), "--hints", "maybe"]) == 2
@@ -197,12 +178,6 @@ def test_the_command_prints_and_writes_its_figures(tmp_path: Path, capsys: pytes
     options = ["--hints", "wrong=0.5", "--routing", "round-robin", "--replicas", "2", "--json", str(out)]
     assert main(["replay", str(path), "--capacity", "40", *options]) == 0
     assert json.loads(out.read_text())["window_load_mean"] >= 1
-    options = ["--replicas", "2", "--peers", "--block-bytes", "64MiB", "--json", str(out)]
-    assert main(["replay", str(path), "--capacity", "40", *options]) == 0
-    figures = json.loads(out.read_text())
-    assert figures["moved_bytes_per_request"] == figures["peer_hits"] * (64 << 20) / figures["requests"] > 0
-    assert "with peers" in capsys.readouterr().out
-    assert main(["replay", str(path), "--peers"]) == 2
     assert main(["replay", str(path), "--capacity", "20", "--json", "/dev/full"]) == 2
 
 

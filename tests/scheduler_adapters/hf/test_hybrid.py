@@ -344,7 +344,6 @@ def test_features_that_exclude_states_are_refused_with_the_reason(model: Any) ->
     }
     caching = {"enable_prefix_caching": True}
     for wrong, message in (
-        ({**caching, "partial_reuse_min_tokens": 2}, "partial_reuse_min_tokens is 2: it must be 0"),
         ({"state_every_pages": 2}, "state_every_pages is 2: both need enable_prefix_caching"),
         ({"state_copies": 3}, "state_copies is 3 .* need enable_prefix_caching"),
         ({**caching, "state_copies": 0, "share_state_memory": True}, "state_copies is 0: with share_state_memory"),

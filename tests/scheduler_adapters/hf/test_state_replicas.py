@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvcache.errors import NoFreeStatePageError
-from kvcache.params import Routing
 from kvcache.prometheus import ManagerCollector
 from kvcache.replica.context import TextContext
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of
@@ -121,29 +120,6 @@ def test_pages_of_one_replica_reach_the_other_through_the_shared_host_tier(
     assert (metrics.h2d_states_copied, metrics.state_hits) == (1, 1)
     assert metrics.h2d_blocks_copied
     assert [states.hits for states in manager.states] == [0, 1]
-    assert_nothing_held(manager)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_pages_of_one_replica_are_copied_to_the_other_with_their_state(
-    model: Any, expected: list[list[int]], way: str
-) -> None:
-    manager = two_replicas(model, way, routing=Routing(copy_pages=True))
-    runner = HFRunner(model, manager.states)
-    for replica, hits in ((0, 0), (1, 1), (1, 2)):
-        context = TextContext(PROMPTS[1], 4096, f"{hits} on {replica}")
-        manager.external_claim(context.request_id, replica)
-        run(manager, runner, [context])
-        while context.current_length < len(PROMPTS[1]) + NEW:
-            run(manager, runner, [context])
-        assert context.tokens.tolist() == PROMPTS[1] + expected[1]
-        manager.release(context.request_id)
-        assert manager.metrics.state_hits == hits
-    metrics, pages = manager.metrics, (len(PROMPTS[1]) - 1) // PAGE
-    assert (metrics.d2d_states_copied, metrics.d2d_blocks_copied) == (1, pages)
-    assert metrics.cache_tokens == 2 * pages * PAGE
-    assert [states.hits for states in manager.states] == [0, 2]
-    assert figures(manager)["pagewire_state_hits_total"] == [0, 2]
     assert_nothing_held(manager)
 
 
