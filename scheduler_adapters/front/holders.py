@@ -16,7 +16,9 @@ import numpy as np
 import zmq
 
 from kvcache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, hashes_of
+from kvcache.layer_groups import LayerGroup, TableGroup
 from kvcache.replica.hashing import PrefixHasher
+from kvcache.replica.resume import resume
 from kvcache.sockets import connect, keep_alive
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.sockets import received
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from scheduler_adapters.service.sockets import Context, Socket
 
 MOST_PAGES = 1 << 22
-"""The most pages kept for one process (32 MiB). Pages beyond this limit are ignored."""
+"""The most pages kept for one process, layer group and medium (32 MiB). Pages beyond this limit are ignored."""
 _MOST_NAMED = 3
 # The most unread batches of a subscriber. A subscriber that misses batches receives the whole state again.
 _MOST_UNREAD = 10_000
@@ -104,11 +106,17 @@ class PageSet:
 
 
 class _ProcessPages:
-    """The pages of one process, as its event stream reports them. A page may be in several storage media at once."""
+    """The pages of one process, as its event stream reports them.
+
+    `pages` has them by group and medium. Each block table is a group, and recurrent states are the last one. A page may
+    be in several media at once.
+    """
 
     def __init__(self, context: Context, ready: msg.Ready) -> None:
         self.ready = ready
-        self.media: dict[str | None, PageSet] = {}
+        self.pages: dict[tuple[int, str | None], PageSet] = {}
+        groups = ready.layer_groups or (LayerGroup("full", (0,)),)
+        self._tables = [TableGroup(group, slice(at, at + 1)) for at, group in enumerate(groups)]
         self._context = context
         self._last: int | None = None
         self._socket = self._subscribed()
@@ -122,7 +130,7 @@ class _ProcessPages:
             # batches were lost; a new subscriber gets the whole state
             if self._last is not None and number != self._last + 1:
                 self.close()
-                self.media.clear()
+                self.pages.clear()
                 self._last, self._socket = None, self._subscribed()
                 return
             self._last = number
@@ -131,30 +139,28 @@ class _ProcessPages:
                     self._take(event)
 
     def tokens_of(self, hashes: Hashes) -> int:
-        """Returns how many leading tokens of a prompt the process has cached, in any medium."""
-        missing = np.ones(len(hashes) + 1, np.bool_)
-        for some in self.media.values():
-            missing[:-1] &= ~some.has(hashes)
-        return int(missing.argmax()) * self.ready.page_size
+        """Returns the tokens of the longest prefix of a prompt after which the process could resume a request.
+
+        Every layer group must have the pages that a query there sees, each in any medium. A window has freed the pages
+        before it. `hashes` are those of the prompt's full pages.
+        """
+        there = np.zeros((len(self._tables) + 1, len(hashes)), np.bool_)  # the last row is for recurrent states
+        for (group, _), some in self.pages.items():
+            there[group] |= some.has(hashes)
+        ends = there[-1] if self.ready.has_states else None
+        return resume(there[:-1], self._tables, self.ready.page_size, ends=ends) * self.ready.page_size
 
     def close(self) -> None:
         """Stops following the process."""
         self._socket.close(0)
 
     def _take(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
-        """Applies one event.
-
-        Only events of the first layer group count, because a window group drops pages that the first group keeps.
-        """
-        if not isinstance(event, AllBlocksCleared) and event.group_idx:
-            return
-        match event:
-            case BlockStored():
-                self.media.setdefault(event.medium, PageSet()).add(event.block_hashes)
-            case BlockRemoved():
-                self.media.setdefault(event.medium, PageSet()).remove(event.block_hashes)
-            case AllBlocksCleared():
-                self.media.clear()
+        """Applies one event. Events of groups that the process has not named are ignored."""
+        if isinstance(event, AllBlocksCleared):
+            self.pages.clear()
+        elif 0 <= (group := event.group_idx or 0) < len(self._tables) + self.ready.has_states:
+            some = self.pages.setdefault((group, event.medium), PageSet())
+            (some.add if isinstance(event, BlockStored) else some.remove)(event.block_hashes)
 
     def _subscribed(self) -> Socket:
         socket: Socket = self._context.socket(zmq.SUB)

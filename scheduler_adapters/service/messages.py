@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kvcache.layer_groups import LayerGroup
 from kvcache.params import HashAlgorithm
 from kvcache.replica.block_table import BlockTable
 from scheduler_adapters.errors import MessageError
@@ -190,6 +191,9 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
     # engine ids of its replicas, which peers name when they ask for pages
     engines: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
     hash_algorithm: HashAlgorithm = "sha256"  # algorithm of its page hashes
+    # the layer group of each block table, by the `group_idx` of its KV events; empty for one table of full attention
+    layer_groups: Annotated[tuple[LayerGroup, ...], Meta(max_length=1024)] = ()
+    has_states: bool = False  # whether it has recurrent states, whose KV events follow those of the block tables
 
 
 class Fatal(Message, frozen=True, kw_only=True, tag=True):

@@ -249,6 +249,8 @@ def _ready(config: ServerConfig, manager: PagedKVCacheManager, exchange: PageExc
         pulse=exchange.address,
         engines=tuple(exchange.engine_id(replica) for replica in range(min(manager.num_replicas, 64))),
         hash_algorithm=manager.params.hash_algorithm,
+        layer_groups=tuple(table.group for table in manager.layer_tables.tables),
+        has_states=manager.params.states is not None,
     )
 
 

@@ -2,23 +2,33 @@
 processes.
 """
 
+import dataclasses
 import itertools
 import random
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 import zmq
 
-from kvcache import PagedKVCacheManager, TextContext
+from kvcache import KVEvents, LayerGroup, PagedKVCacheManager, TextContext
+from kvcache.events.publisher import _JOIN_S
 from kvcache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode
-from scheduler_adapters.front.holders import PageHolders, PageSet, _ProcessPages
+from kvcache.params import StateShape
+from scheduler_adapters.front.holders import PageHolders, PageSet, _hashes, _ProcessPages
 from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.server import _ready
+from tests.kvcache.build import manager_of
+from tests.kvcache.events.mirror import settled, worker_of
 from tests.scheduler_adapters.front.served import Served, encoded, tokens_of
 from tests.scheduler_adapters.front.test_placement import make_manager
 from tests.scheduler_adapters.serving import own_tokens
@@ -103,7 +113,7 @@ def source(name: str, tokens: int) -> msg.KVSource:
 
 
 def until(found: Callable[[], object], wanted: object) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while found() != wanted:
         assert time.monotonic() < deadline, (found(), wanted)
         time.sleep(0.01)
@@ -159,7 +169,7 @@ def test_after_a_gap_nothing_is_known_until_all_pages_are_reported_again(holders
 
     def known() -> int:
         holders.follow([member])
-        return sum(len(pages) for pages in holders._followed["p"].media.values())
+        return sum(len(pages) for pages in holders._followed["p"].pages.values())
 
     try:
         holders.follow([member])
@@ -179,23 +189,99 @@ def test_after_a_gap_nothing_is_known_until_all_pages_are_reported_again(holders
         context.destroy(linger=0)
 
 
-def test_removed_windows_do_not_remove_pages_of_full_layers() -> None:
+def test_pages_of_a_group_that_the_process_has_not_named_do_not_count() -> None:
     context: zmq.Context[Any] = zmq.Context()
     member = msg.Ready(name="p", page_size=1, kv_events="inproc://p", pulse="at p", engines=("p/0",))
     known = _ProcessPages(context, member)
     try:
-        for group in (0, 1):
+        for group in (0, 1, 2):
             known._take(BlockStored([1, 2, 3], None, [], 1, None, "GPU", None, group_idx=group))
         known._take(BlockRemoved([1, 2], "GPU", group_idx=1))
         assert known.tokens_of(np.array([1, 2, 3], np.uint64)) == 3
         known._take(BlockRemoved([3], "GPU", group_idx=0))
         known._take(BlockStored([3], None, [], 1, None, "CPU", None, group_idx=1))
         assert known.tokens_of(np.array([1, 2, 3], np.uint64)) == 2
+        assert len(known.pages) == 1
         known._take(AllBlocksCleared())
         assert known.tokens_of(np.array([1, 2, 3], np.uint64)) == 0
+        assert known.tokens_of(np.zeros(0, np.uint64)) == 0
     finally:
         known.close()
         context.destroy(linger=0)
+
+
+FULL, WINDOW, CHUNKS = LayerGroup("full", (0,)), LayerGroup("window", (0,), 6), LayerGroup("chunked", (0,), 8)
+KINDS: dict[str, tuple[LayerGroup, ...]] = {
+    "full": (FULL,),
+    "window": (WINDOW,),
+    "chunks": (CHUNKS,),
+    "full, window": (FULL, dataclasses.replace(WINDOW, layers=(1,))),
+    "window, chunks": (WINDOW, dataclasses.replace(CHUNKS, layers=(1,))),
+    "two windows": (WINDOW, dataclasses.replace(WINDOW, layers=(1,), window=17)),
+    "full, window, chunks": (FULL, dataclasses.replace(WINDOW, layers=(1,)), dataclasses.replace(CHUNKS, layers=(2,))),
+}
+
+
+@pytest.mark.parametrize("states", [False, True], ids=["", "states"])
+@pytest.mark.parametrize("host_slots", [0, 20], ids=["", "host"])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_the_front_counts_the_tokens_that_a_process_skips_for_every_kind_of_layers(
+    kinds: str, host_slots: int, states: bool, holders: PageHolders
+) -> None:
+    groups = KINDS[kinds]
+    params: dict[str, Any] = {"kv_events": KVEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0"), "groups": groups}
+    if states:
+        params["states"] = StateShape(2, 2, 1, 1, 1, 2, torch.int64, torch.int64)
+    made = manager_of(40 * len(groups), layers=len(groups), host_slots=host_slots, params=params)
+    config: Any = SimpleNamespace(name="p", role="prefill", max_seq_len=256)
+    exchange: Any = SimpleNamespace(incarnation="1", address="at p", engine_id=lambda replica: f"p/{replica}")
+    holders.follow([msgspec.msgpack.decode(msgspec.msgpack.encode(_ready(config, made, exchange)), type=msg.Ready)])
+    known, rng, seen = holders._followed["p"], random.Random(kinds), Counter[str]()
+    prompts = [[1000 * at + one for one in range(rng.randrange(9, 66))] for at in range(12)]
+    prompts += [[*prompt[: rng.randrange(1, len(prompt))], *range(7000, 7020)] for prompt in prompts]
+    with closing(made):
+        # a quarter of a second after the front has subscribed, everything is cleared and announced again
+        worker, joined_at = worker_of(made), time.monotonic()
+        until(lambda: worker._told_anew_at >= joined_at + _JOIN_S and not worker._owed, True)
+        for _ in range(8):
+            for _ in range(4):
+                run_in_chunks(made, rng.choice(prompts))
+            for prompt in rng.sample(prompts, 12):
+                taken_up(known, settled(made)[0])
+                hashes = _hashes(prompt, None, "sha256", 4)
+                counted = known.tokens_of(hashes)
+                context = TextContext(prompt, len(prompt) + 1)
+                with made.claim(context):
+                    assert made.maybe_reserve(context)
+                    assert counted == context.start_idx // 4 * 4
+                first = [pages.has(hashes) for (group, _), pages in known.pages.items() if group == 0]
+                seen["all"] += counted == len(hashes) * 4
+                seen["past a gap"] += counted > [*np.logical_or.reduce([*first, hashes < 0]), False].index(False) * 4
+    assert 2 < seen["all"] < 92, seen
+    assert (seen["past a gap"] == 0) == groups[0].keeps_all, seen
+
+
+def run_in_chunks(manager: PagedKVCacheManager, prompt: list[int]) -> None:
+    """Runs a prompt in the chunks after which its recurrent state is kept."""
+    context = TextContext(prompt, len(prompt) + 1)
+    with manager.claim(context):
+        while context.start_idx < len(prompt):
+            assert manager.maybe_reserve(context)
+            manager.fetch([context])
+            for states in manager.states:
+                states.advance(states.pages_at([context.request_id], [context.start_idx]), [context.active_idx])
+            context.update(1)
+            manager.step([context])
+
+
+def taken_up(known: _ProcessPages, last: int) -> None:
+    """Waits until the front has taken up the batch with this number."""
+
+    def arrived() -> bool:
+        known.poll()
+        return known._last is not None and known._last >= last
+
+    until(arrived, True)
 
 
 @pytest.mark.slow
