@@ -133,7 +133,16 @@ class Claims:
             return place, None
 
     def release(self, request_id: RequestID, place: int, context: TextContext | ReadContext | None) -> None:
-        """Free the request's row and pages. `place` and `context` are the results of `leaving`."""
+        """Free the request's row and pages. `place` and `context` are the results of `leaving`.
+
+        Nothing of the request is cached for its context any more. So all its known tokens become active, whatever chunk
+        was chosen before.
+        """
+        self._free(request_id, place, context)
+        if context is not None:
+            context.reset()
+
+    def _free(self, request_id: RequestID, place: int, context: TextContext | ReadContext | None) -> None:
         replica, _, row = self._at(place)
         replica.release(row, context)
         del self.places[request_id]
@@ -142,8 +151,8 @@ class Claims:
         self._releases += 1
 
     def unclaim(self, request_id: RequestID) -> None:
-        """Do `leaving` and `release` for the request in one call."""
-        self.release(request_id, *self.leaving(request_id))
+        """Free the request's row and pages, and leave its context as it is."""
+        self._free(request_id, *self.leaving(request_id))
 
     def claim_anew(self, request_id: RequestID, replica_idx: int) -> int:
         """Free the pages of a request that has no leases, and claim the request again. Returns its new row."""

@@ -207,7 +207,7 @@ class PagedKVCacheManager(Uncopied):
     def release(self, request_id: RequestID) -> None:
         """Free the request's row and pages. With prefix caching its full pages stay findable while there is room.
 
-        Leased pages stay unchanged, and are not reused until their lease has ended.
+        All tokens of its context become active. Leased pages stay unchanged, and are not reused until their lease ends.
         """
         mark = self._mark
         if mark.call:  # the mark is tested here, at a third of the cost of a method call

@@ -159,6 +159,7 @@ class Pages(Protocol):
     def release(self, request_id: RequestID) -> None:
         """Gives back the request's row and pages. May be called at any time between two steps.
 
+        All known tokens of the request's context become active, so that it can be claimed again.
         A page that a lease or an import also holds stays allocated until that lease or import has ended.
         """
 

@@ -303,8 +303,6 @@ class ServingLoop(Uncopied, Generic[PagesT_co]):
         Returns False and takes nothing if no row is free, or too few pages are free.
         """
         context = entry.context
-        if self._has_windows:
-            context.reset()  # after a preemption, chunks begin with the first token again
         self._choose_chunk(entry)
         if self._admission is not None and not self._admission(context).fits:
             return False

@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn, Protocol, cast
 
 import numpy as np
@@ -43,7 +44,7 @@ class Context(Protocol):
 
     The manager itself keeps track of how much of a request is computed. When the request gets its first pages, the
     manager calls `set_token_indices` to move `start_idx`: forward to the end of a prefix hit, or back if the request
-    has lost the pages that it had before.
+    has lost the pages that it had before. When the request is released, the manager makes all known tokens active.
     """
 
     @property
@@ -320,10 +321,7 @@ class TextContext:
         self._start, self._active, self._end = start, active, end
 
     def reset(self) -> None:
-        """Make every known token active.
-
-        A preempted request does not need this call: its next `maybe_reserve` moves `start_idx`.
-        """
+        """Make every known token active. The manager calls this when it releases the request."""
         self.leave()
         self._start, self._active = 0, self._end
 
@@ -506,6 +504,11 @@ class ReadContext:
             raise InvalidRequestError(
                 f"request {self.request_id!r}: set_token_indices({start}) left start_idx at {self.start_idx}"
             )
+
+    def reset(self) -> None:
+        """Make every known token active, unless the context refuses. `maybe_reserve` moves `start_idx` in any case."""
+        with suppress(Exception):  # the caller's code: a release must not fail because of a context
+            self.own.set_token_indices(start_idx=0, active_idx=self.own.end_idx)
 
 
 def _refuse_wide(request_id: str, tokens: NDArray[np.integer[Any]]) -> None:

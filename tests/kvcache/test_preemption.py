@@ -4,6 +4,8 @@ that a request reads is compared, so each result has been computed from the righ
 
 from __future__ import annotations
 
+import random
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +22,7 @@ from kvcache import (
 )
 from tests.kvcache.build import manager_of, proven
 from tests.kvcache.kv import KVTokens
+from tests.test_docs import PROGRAMS
 
 SIZE = 4
 PROMPT = [*range(100, 118)]
@@ -141,6 +144,58 @@ def test_a_start_that_is_set_back_leaves_the_end_of_the_chunk(manager: PagedKVCa
     manager.external_claim("r", 0)
     assert manager.maybe_reserve(context)
     assert (context.start_idx, context.active_idx, context.end_idx) == (0, 13, 18)
+
+
+# ---- the loop of the guides
+
+
+@pytest.mark.parametrize("kind", [name for name in KINDS if "replicas" not in name], indirect=True)
+def test_the_loop_of_the_guides_keeps_its_token_budget(kind: dict[str, Any]) -> None:
+    """The loop is that of `docs/guides/chunked-prefill.md`. All KV that a request reads is compared."""
+    guide: dict[str, Any] = {}
+    exec(PROGRAMS["docs/guides/chunked-prefill.md-2"].code, guide)  # noqa: S102 - our own page
+    manager = manager_of(30, page_size=SIZE, rows=4, dtype=torch.int64, **kind)
+    draw, kv, budget = random.Random(5), KVTokens(manager), 20
+    running, waiting, left = list[TextContext](), deque[TextContext](), dict[str, int]()
+    counts = Counter[str]()
+    for step in range(300):
+        if len(waiting) < 3:
+            length = draw.randint(1, 60)
+            first = draw.choice([100, 1000 * step])
+            made = draw.choice([TextContext, Own])
+            waiting.append(made(range(first, first + length), 250, f"r{step}"))
+            left[f"r{step}"] = draw.randint(1, 50)
+        before = [*running]
+        batch = guide["next_step"](manager, running, waiting, budget)
+        ran = sum(one.active_length for one in batch)
+        assert 0 < ran <= budget, f"step {step} runs {ran} tokens"
+        counts["full"] += ran == budget
+        counts["preempted"] += sum(one not in running for one in before)
+        kv.run_contexts(batch, manager.fetch(batch))
+        for one in batch:
+            left[one.request_id] -= one.active_idx == one.end_idx
+            one.update(7)
+        manager.step(batch)
+        for one in [one for one in running if not left[one.request_id]]:
+            counts["finished"] += 1
+            running.remove(one)
+            manager.release(one.request_id)
+    assert min(counts["full"], counts["preempted"], counts["finished"]) > 5, counts
+    manager.check()
+    manager.close()
+
+
+@pytest.mark.parametrize("made", [TextContext, Own])
+def test_after_a_release_all_tokens_are_active_again(manager: PagedKVCacheManager, made: type[TextContext]) -> None:
+    context = made(PROMPT, 250, "r")
+    manager.external_claim("r", 0)
+    for end in (6, 12):
+        context.set_token_indices(active_idx=end)
+        run(manager, context)
+    context.set_token_indices(active_idx=16)
+    assert manager.maybe_reserve(context)
+    manager.release("r")
+    assert (context.start_idx, context.active_idx, context.end_idx) == (0, 18, 18)
 
 
 # ---- a request with pages

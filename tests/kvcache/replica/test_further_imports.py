@@ -197,7 +197,8 @@ def test_chunks_are_copied_as_they_come_and_windows_at_the_end() -> None:
     context = TextContext(PROMPT, 256, "d")
     copier: Any = None
     counts: list[list[int]] = []
-    while prefill.start_idx < len(PROMPT):
+    last = False
+    while not last:
         prefill.set_token_indices(active_idx=min(prefill.end_idx, prefill.start_idx + 12))
         assert source.maybe_reserve(prefill)
         kv.run_contexts([prefill], source.fetch([prefill]))

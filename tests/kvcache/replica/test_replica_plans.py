@@ -84,7 +84,7 @@ def test_a_plan_changes_nothing_and_the_move_of_the_context_comes_first(
     monkeypatch.setattr(Replica, "act", act)
     monkeypatch.setattr(TextContext, "run_from", move)
     run = Run(with_needed(features))
-    for seed in range(8):
+    for seed in range(16):
         run.manager(seed, 100)
     assert seen["_plan"] > 40, seen
     assert seen["move"] > 5, seen
