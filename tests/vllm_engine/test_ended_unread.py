@@ -149,6 +149,22 @@ def test_prefills_blocks_come_back_at_once(
     assert_empty(found.prefill, found.decode)
 
 
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("sides", ["one group", "TP 1 to 2", "TP 2 to 1"])
+def test_a_refused_handshake_gives_the_blocks_back(make: Make, sides: str, policy: str) -> None:
+    """Decode has not loaded prefill, so no note about the lease can go through NIXL."""
+    left, right = SHAPES[sides]
+    prefill = make("kv_producer", Shape(extra=EXTRA, **left))
+    decode = make("kv_consumer", Shape(extra=EXTRA | {"model_id": "another model"}, policy=policy, **right))
+    found = Ended(prefill, decode, prefilled(prefill, "p", PROMPT))
+    assert not found.is_free
+    found.add(PROMPT)
+    found.until(lambda: decode.finish_reason("d") and found.is_free)
+    assert decode.tokens("d") == ([] if policy == "fail" else expected_tokens(PROMPT, 3, decode.shape))
+    assert not prefill.connector.has_pending_block_frees()
+    assert_empty(prefill, decode)
+
+
 @pytest.mark.parametrize("sides", ["one group", "two groups", "states"])
 def test_a_prompt_shorter_than_prefills_gives_the_blocks_back(named: Callable[..., Ended], sides: str) -> None:
     """If a state covers more tokens than the request has, the state is useless. The pages of a prefix can still be
