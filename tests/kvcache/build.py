@@ -81,6 +81,12 @@ def run_once(manager: PagedKVCacheManager, tokens: Sequence[int], replica: int |
     return found
 
 
+def evict_idle(manager: PagedKVCacheManager) -> None:
+    """Evicts every idle page, as requests do that need all free pages. Pages in use stay cached."""
+    for replica in manager._replicas.each:
+        replica.pool.release(replica.pool.allocate(replica.pool.free_count))
+
+
 def proven(manager: PagedKVCacheManager, pending: PendingImport) -> ImportProof:
     """Returns a proof without a check. The test itself must make sure that the pages of an import have the right
     content.

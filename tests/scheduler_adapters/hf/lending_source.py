@@ -12,6 +12,7 @@ from kvcache import KVCacheParams, TextContext
 from scheduler_adapters.hf import runner
 from scheduler_adapters.loop import Request
 from scheduler_adapters.service.server import build_loop
+from tests.kvcache.build import evict_idle
 from tests.scheduler_adapters.server_config import server_config
 from transfer import PageExchange
 
@@ -53,7 +54,7 @@ def serve(
                 wanted = contents.digests(TextContext([*prompt, 0], len(prompt) + 1, "tail"), page)
                 found = contents.lease("tail", 0, wanted, 64)
                 assert found is not None
-                loop.manager.reset_prefix_cache()
+                evict_idle(loop.manager)
                 loop.manager.end_lease(found[0])
             case ("reset",):
                 loop.manager.reset_prefix_cache()

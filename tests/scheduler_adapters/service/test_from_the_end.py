@@ -20,6 +20,7 @@ from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.pull_or_compute import PullOrCompute
 from scheduler_adapters.service.requests import Recent
 from scheduler_adapters.service.stretches import FromTheEnd
+from tests.kvcache.build import evict_idle
 from tests.scheduler_adapters.service import processes
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.serving import own_tokens
@@ -284,7 +285,7 @@ def test_a_source_without_the_head_is_read_from_the_end(start: Callable[..., Ser
     service.assert_nothing_held()
     context = service.loops["p0"].context_for(asked())
     held, _ = manager.contents.lease("tail", 0, manager.contents.digests(context, 20), 100)
-    manager.reset_prefix_cache()
+    evict_idle(manager)
     manager.end_lease(held)
     paced = split(service)
     service.until(lambda: done(service), "the last stretch")

@@ -20,6 +20,7 @@ from kvcache import BlockTableMismatchError, InvalidRequestError, PageDigests, T
 from kvcache.copies import PageMover
 from kvcache.layout import kv_kind
 from tests.kvcache import build
+from tests.kvcache.build import evict_idle
 from tests.transfer.clock import Clock
 from tests.transfer.pull.test_ownership import MINE, OTHERS, PAGE_SIZE, PROMPT, Reader, Side
 from transfer import Lent
@@ -163,7 +164,7 @@ def forget_head(source: Side, pages: int) -> None:
     """Makes the source forget the first `pages` pages of the prompt."""
     contents = source.manager.contents
     held, _ = contents.lease("tail", 0, contents.digests(TextContext(LONGER, 32, "theirs"), pages), 8)  # pyright: ignore[reportGeneralTypeIssues]
-    source.manager.reset_prefix_cache()
+    evict_idle(source.manager)
     source.manager.end_lease(held)
 
 
@@ -617,9 +618,11 @@ def test_a_manager_leases_the_pages_that_it_has_by_content_and_refuses_what_it_c
     lease, table = found
     assert (table.num_tokens, len(table.groups[0]), table.digests) == (12, 3, wanted.digests[:96])
     assert source.manager.num_leased_blocks == 3
-    source.manager.reset_prefix_cache()
-    # A reader can still find leased pages after a reset.
+    evict_idle(source.manager)
+    # Leased pages stay cached, and other readers find them until a reset.
     assert contents.lease("more", 0, wanted, 8)[1].num_tokens == 12
+    source.manager.reset_prefix_cache()
+    assert contents.lease("late", 0, wanted, 8) is None
     assert contents.lease("none", 0, wanted, 0) is None
     assert contents.lease("none", 0, wanted, -4) is None
     source.manager.check()
