@@ -212,10 +212,14 @@ def test_a_gate_sleeps_while_nothing_can_move(ends: Any, monkeypatch: pytest.Mon
         it.fill_down()
     if waits in ("data for the ZMQ socket", "both"):
         it.fill_up()
-    waited(lambda: begun and time.monotonic() - begun[-1] > 0.05)
-    count = len(begun)
-    time.sleep(0.3)
-    assert len(begun) - count <= 2
+    waited(lambda: begun)
+
+    def rests() -> bool:
+        count = len(begun)
+        time.sleep(0.3)
+        return len(begun) - count <= 2
+
+    waited(rests)  # A busy machine can delay turns, but cannot cause more turns.
 
 
 def test_a_closing_gate_sleeps_and_lets_nobody_in(ends: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
