@@ -25,7 +25,7 @@ from scheduler_adapters.service.sockets import bind_router, received
 from transfer.pull.exchange import PageExchange
 
 NEW = 10
-QUICK = {"heartbeat_s": 0.2, "dead_after_s": 1.0, "handshake_timeout_s": 1.0}
+QUICK = {"heartbeat_s": 0.2, "dead_after_s": 1.0, "handshake_timeout_s": 5.0}
 
 _numbers = itertools.count()
 

@@ -14,6 +14,7 @@ from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.requests import DecodeRequest, DecodeTimes, PrefillRequest
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.serving import own_tokens
+from tests.transfer.clock import Clock
 
 pytestmark = pytest.mark.slow
 
@@ -240,11 +241,11 @@ def test_a_prefill_process_that_comes_back_is_asked_again(
 def test_prefill_gives_back_what_a_dead_decode_process_had_asked_for(
     start: Callable[..., Service], expected: dict[str, list[int]], phase: str
 ) -> None:
-    service = start(lease_s=0.5)
+    service = start(lease_s=4.0)
     PHASES[phase](service)
     service.stop_decode("d0")
     empty(service)
-    service.until(lambda: not service.prefill.open_requests, "the end of its lease", timeout_s=10)
+    service.until(lambda: not service.prefill.open_requests, "the end of its lease")
     assert service.prefill.stats().pages_held == 0
     service.start_decode("d0")
     assert_serves_on(service, expected)
@@ -323,7 +324,7 @@ def test_pages_stay_held_until_their_lease_word_is_cleared(
 def test_a_lease_that_runs_out_fails_the_attempt_and_none_of_its_pages_is_accepted(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
-    service = start(lease_s=3.0)
+    service = start(lease_s=30.0)
     request = offered(service)
     # The reader's thread renews the lease by itself. The test therefore ends the lease at the source, as if the reader
     # had been stopped.
@@ -356,10 +357,10 @@ def test_the_time_of_a_lease_runs_from_the_last_offer_on(start: Callable[..., Se
 def test_a_lease_is_renewed_while_decode_has_no_room(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
-    service = start(lease_s=2.5)  # On a busy machine the reader's thread may have to wait for more than a second.
+    service = start(lease_s=5.0)  # On a busy machine the reader's thread may have to wait for some seconds.
     request = offered(service)
-    until = time.monotonic() + 5
-    service.until(lambda: time.monotonic() > until, "twice the lease")
+    until = time.monotonic() + 7
+    service.until(lambda: time.monotonic() > until, "more than the lease")
     assert (request.phase, phase_of_prefill(service), request.reasons) == ("offered", "held", [])
     empty(service)
     service.until(lambda: "r" in service.ended, "the last token")
@@ -371,15 +372,22 @@ def test_a_lease_is_renewed_while_decode_has_no_room(
 def test_the_deadline_that_decode_names_holds_at_prefill(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
-    service = start()
+    clock = Clock()
+    service = start(clock=clock)
     service.decode._times = DecodeTimes(prefill_s=0.3)
     fill(service, "p0")
     service.submit_one("r", PROMPT)
     service.until(lambda: phase_of_prefill(service) == "queued", "the question")
     (request,) = prefill_requests(service)
+    clock.now += 0.3
     service.until(lambda: request.phase == "over", "the deadline", poll=service.prefill.poll)
     assert "timed out in phase 'queued' on prefill process 'p0'" in request.reason
-    service.until(lambda: "r" in service.ended, "the last attempt")
+
+    def later() -> None:
+        clock.now += 0.01
+        service.poll()
+
+    service.until(lambda: "r" in service.ended, "the last attempt", poll=later)
     assert service.ended["r"].error.startswith("3 attempts: timed out in phase")
     service.decode._times = DecodeTimes()
     assert_serves_on(service, expected)

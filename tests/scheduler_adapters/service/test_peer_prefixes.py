@@ -21,6 +21,7 @@ from scheduler_adapters.service.peer_prefixes import PeerPrefixes
 from scheduler_adapters.service.pull_or_compute import PullOrCompute
 from scheduler_adapters.service.stretches import FromTheFront
 from tests import forked
+from tests.kvcache.build import evict_idle
 from tests.scheduler_adapters.server_config import server_config
 from tests.scheduler_adapters.service.processes import DEFAULT, NEW, Service, Side
 from tests.scheduler_adapters.serving import own_tokens
@@ -40,6 +41,13 @@ PAGES = len(HEAD) // 16
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[int]:
     return own_tokens(model, SECOND, NEW)
+
+
+@pytest.fixture(autouse=True)
+def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the sources more time for answers, because the test machine may be busy, unless the test has a clock."""
+    if "answers" not in request.fixturenames:
+        monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._ASK_S", 15.0)
 
 
 @pytest.fixture
@@ -267,7 +275,7 @@ def forget_head(service: Service, name: str, tokens: list[int], pages: int) -> N
     manager = service.loops[name].manager
     wanted = manager.contents.digests(TextContext([*tokens, 0], 4096, "tail"), pages)
     held, _ = manager.contents.lease("tail", 0, wanted, 100)
-    manager.reset_prefix_cache()
+    evict_idle(manager)
     manager.end_lease(held)
 
 
@@ -360,7 +368,7 @@ def test_two_sources_that_have_alternate_pages_are_not_asked_endlessly(
 def test_a_silent_source_leaves_time_for_the_next_one(
     start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transfer.pull.exchange.LENT_S", 1.0)
+    monkeypatch.setattr("transfer.pull.exchange.LENT_S", 4.0)
     service = start(count=3)
     served(service, "all", FIRST, "p2")
     ask, engines = service.exchanges["p1"].ask, list[str]()
@@ -447,7 +455,7 @@ def test_a_process_that_drains_lends_nothing_more_and_waits_for_what_is_lent(
 def large(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes even small pulls use several sources, and gives the sources more time to answer."""
 
-    def begins(wait_s: float = 1.0) -> None:
+    def begins(wait_s: float = 10.0) -> None:
         for name, value in (("ONE_SOURCE_BYTES", 0), ("_PROBE_BYTES", 1), ("_LEAST_BYTES", 1)):
             monkeypatch.setattr(f"transfer.pull.shared_pull.{name}", value)
         for name in ("_LEAST_WAIT_S", "_MOST_WAIT_S"):  # A busy test machine may need more time.
@@ -593,7 +601,7 @@ def test_a_silent_second_source_is_not_awaited_for_long_and_its_late_pages_are_g
     monkeypatch.setattr(service.prefills["p0"], "poll", lambda: p0() if spy.named else False)
     submit(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2"))
     service.until(lambda: spy.named, "the pull")
-    assert time.monotonic() - began < 0.4  # If p0 had been the only source, p1 would have waited half a second for p0.
+    assert time.monotonic() - began < 7  # If p0 had been the only source, p1 would have waited for it for 7.5 s.
     assert spy.named == [["p2/0"]]
     service.until(lambda: spy.refused and not lending.num_leases, "what it lends late", LENT_S / 2)
     service.until(lambda: "second" in service.ended, "the end")

@@ -45,7 +45,7 @@ def fleet() -> Iterator[Fleet]:
 def heard(connections: list[PrefillConnection], router: Any, answers: int = 0) -> list[msg.AnyMessage]:
     """Returns the messages that have arrived at a ROUTER. Answers the first `answers` messages with `Welcome`."""
     found = []
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not found and time.monotonic() < deadline:
         for identity, data in received(router):
             found.append(msg.decode(data))

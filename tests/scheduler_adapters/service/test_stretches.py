@@ -31,7 +31,7 @@ ALL = ByteTokenizer().encode("Whoever has computed a prefix has it for all. " * 
 HEAD = ALL[:80]  # ten of them
 PROMPT = [*ALL, *ByteTokenizer().encode("And what follows is mine.")[1:]]
 NEW, SIZE = 8, CONFIG.page_size
-QUICK = {"handshake_timeout_s": 1.0, "heartbeat_s": 0.2, "dead_after_s": 1.0}
+QUICK = {"handshake_timeout_s": 5.0, "heartbeat_s": 0.2, "dead_after_s": 1.0}
 
 
 class SourceProcess(NamedTuple):
@@ -124,6 +124,12 @@ def start() -> Iterator[Callable[..., SourceProcess]]:
     for process in made:
         process.kill()
         process.join()
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the sources more time for answers, because the test machine may be busy."""
+    monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._ASK_S", 10.0)
 
 
 @pytest.fixture
@@ -233,8 +239,8 @@ def test_two_sources_of_the_whole_prompt_are_read_at_once_and_one_of_them_is_eno
     start: Any, reader: StretchReader, expected: list[int], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transfer.pull.shared_pull.ONE_SOURCE_BYTES", 0)
-    monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._MOST_WAIT_S", 1.0)
-    monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._LEAST_WAIT_S", 1.0)
+    monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._MOST_WAIT_S", 10.0)
+    monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._LEAST_WAIT_S", 10.0)
     sources = start("p"), start("q")
     for source in sources:
         source.told("run", ALL)

@@ -83,11 +83,11 @@ def test_a_lease_has_ended_when_its_room_is_closed_and_the_number_is_used_again(
     check_serves(sides)
 
 
-@pytest.mark.parametrize("sides", [{"expect_s": 0.3}], indirect=True)
+@pytest.mark.parametrize("sides", [{"expect_s": 4.0}], indirect=True)
 def test_a_request_that_has_arrived_is_no_longer_expected(sides: Sides) -> None:  # noqa: F811
     asked(sides)
     sides.open()
-    end = time.monotonic() + 0.6
+    end = time.monotonic() + 5.0
     sides.until(lambda: time.monotonic() > end)
     check_serves(sides)
 
