@@ -1,4 +1,4 @@
-"""Writes the tables of `docs/` that are generated from the code: `python -m tests.generated_tables`.
+"""Writes the tables of `docs/` that are generated from the code or measured: `python -m tests.generated_tables`.
 
 A table stands between two comments, the first of which names it. The pages are committed with their tables, so that
 they are complete outside the site too. `tests/test_docs.py` compares them with the code.
@@ -11,10 +11,11 @@ from collections.abc import Callable
 from functools import partial
 
 from tests import deploy_page, metrics_page
+from tests.scheduler_adapters.front import routers
 
-PAGES = (deploy_page.PAGE, metrics_page.PAGE)
+PAGES = (deploy_page.PAGE, metrics_page.PAGE, deploy_page.ROOT / "docs/guides/routers.md")
 TABLES: dict[str, Callable[[], str]] = {name: partial(deploy_page.table, name) for name in deploy_page.OPTIONS}
-TABLES["metrics"] = metrics_page.table
+TABLES |= {"metrics": metrics_page.table, "routers": routers.table}
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
 
 

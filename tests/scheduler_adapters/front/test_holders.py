@@ -29,6 +29,7 @@ from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.server import _ready
 from tests.kvcache.build import manager_of
 from tests.kvcache.events.mirror import settled, worker_of
+from tests.scheduler_adapters.front.routers import run
 from tests.scheduler_adapters.front.served import Served, encoded, tokens_of
 from tests.scheduler_adapters.front.test_placement import make_manager
 from tests.scheduler_adapters.serving import own_tokens
@@ -245,7 +246,8 @@ def test_the_front_counts_the_tokens_that_a_process_skips_for_every_kind_of_laye
         until(lambda: worker._told_anew_at >= joined_at + _JOIN_S and not worker._owed, True)
         for _ in range(8):
             for _ in range(4):
-                run_in_chunks(made, rng.choice(prompts))
+                prompt = rng.choice(prompts)
+                run(made, TextContext(prompt, len(prompt) + 1))
             for prompt in rng.sample(prompts, 12):
                 taken_up(known, settled(made)[0])
                 hashes = _hashes(prompt, None, "sha256", 4)
@@ -259,19 +261,6 @@ def test_the_front_counts_the_tokens_that_a_process_skips_for_every_kind_of_laye
                 seen["past a gap"] += counted > [*np.logical_or.reduce([*first, hashes < 0]), False].index(False) * 4
     assert 2 < seen["all"] < 92, seen
     assert (seen["past a gap"] == 0) == groups[0].keeps_all, seen
-
-
-def run_in_chunks(manager: PagedKVCacheManager, prompt: list[int]) -> None:
-    """Runs a prompt in the chunks after which its recurrent state is kept."""
-    context = TextContext(prompt, len(prompt) + 1)
-    with manager.claim(context):
-        while context.start_idx < len(prompt):
-            assert manager.maybe_reserve(context)
-            manager.fetch([context])
-            for states in manager.states:
-                states.advance(states.pages_at([context.request_id], [context.start_idx]), [context.active_idx])
-            context.update(1)
-            manager.step([context])
 
 
 def taken_up(known: _ProcessPages, last: int) -> None:
