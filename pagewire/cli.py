@@ -227,6 +227,9 @@ def main(argv: list[str] | None = None) -> int:
     except interrupts.Interrupted as interrupted:
         _complain(command, str(interrupted))
         return interrupted.status
+    except argparse.ArgumentTypeError as error:  # two options contradict each other
+        _complain(command, f"error: {error}")
+        return _BAD
     except ImportError as error:
         told = str(error) if isinstance(error, NotInstalledError) else missing_line(error)
         _complain(command, f"error: {told}")

@@ -40,28 +40,28 @@ class VllmBlocks:
     Attributes:
         block_bytes: bytes of one block on each rank.
         each: the block tables of a request, for each kind of layer.
-        step_tokens: tokens that may be in flight. A window group holds blocks for its window, and for these tokens.
     """
 
     block_bytes: int
     each: tuple[BlockTables, ...]
-    step_tokens: int
 
-    def table_bytes(self, of: BlockTables, length: int) -> int:
-        """Returns the bytes on each rank that a request of this length takes in the block tables `of`."""
-        return of.tables * self._blocks(of, length) * self.block_bytes
+    def table_bytes(self, of: BlockTables, length: int, step_tokens: int) -> int:
+        """Returns the bytes on each rank that a request of this length takes in the block tables `of`.
 
-    def _blocks(self, of: BlockTables, length: int) -> int:
-        kind, window = of.one.kind, of.one.window
-        if kind == "window":  # one more block, because a window can begin within a block
-            return -(-min(window - 1 + self.step_tokens, length) // of.block_size) + 1
-        seen = min(window + self.step_tokens, length) if window else length
-        return -(-seen // of.block_size)
+        `step_tokens` of its tokens may be in flight. A window's table has blocks for the window, and for these tokens.
+        """
+        return of.tables * _blocks(of, length, step_tokens) * self.block_bytes
 
 
-def vllm_blocks(
-    every: Sequence[AlikeLayers], token_bytes: Sequence[int], block_size: int, step_tokens: int
-) -> VllmBlocks | None:
+def _blocks(of: BlockTables, length: int, step_tokens: int) -> int:
+    kind, window = of.one.kind, of.one.window
+    if kind == "window":  # one more block, because a window can begin within a block
+        return -(-min(window - 1 + step_tokens, length) // of.block_size) + 1
+    seen = min(window + step_tokens, length) if window else length
+    return -(-seen // of.block_size)
+
+
+def vllm_blocks(every: Sequence[AlikeLayers], token_bytes: Sequence[int], block_size: int) -> VllmBlocks | None:
     """Returns the pool that vLLM creates for these layers.
 
     `token_bytes` has, for each kind of layer, the bytes of a token on a rank in all layers of this kind.
@@ -71,7 +71,7 @@ def vllm_blocks(
     of_layer = [size * block_size // one.layers for one, size in zip(every, token_bytes, strict=True)]
     alike = {(one.kind if one.window else "", one.window) for one in every}
     if len(alike) == 1:  # one table for all layers, although their pages differ in bytes
-        return VllmBlocks(sum(token_bytes) * block_size, (BlockTables(every[0], 1, block_size),), step_tokens)
+        return VllmBlocks(sum(token_bytes) * block_size, (BlockTables(every[0], 1, block_size),))
     if any(one.kind == "latent" for one in every):
         return None
     fewest, most = min(one.layers for one in every), max(one.layers for one in every)
@@ -81,4 +81,4 @@ def vllm_blocks(
         BlockTables(one, -(-one.layers // of_group), block_size * (page // size if page % size == 0 else 1))
         for one, size in zip(every, of_layer, strict=True)
     )
-    return VllmBlocks(page * of_group, each, step_tokens)
+    return VllmBlocks(page * of_group, each)

@@ -15,6 +15,7 @@ from pagewire.plan.options import PlanOptions
 from pagewire.plan.plan import MemoryPlan, plan_memory
 from pagewire.plan.tables import (
     longest,
+    of_rooms,
     table_of_answer,
     table_of_choices,
     table_of_kinds,
@@ -37,24 +38,21 @@ def run_plan(options: PlanOptions) -> int:
     blocks = None if options.trace is None else load_trace(options.trace)
     found = plan_memory(options, model)
     if options.plot is not None:
-        if options.trace is None:
-            raise PlanError("--plot needs --trace: it draws hits against memory")
         plots.pyplot()  # a missing matplotlib is reported before the replays, which take minutes
     console = Console()
     print_table(*table_of_answer(found))
     console.print(longest(found), soft_wrap=True)
     console.print("\nDetails\n", style="bold")
-    for table in (
-        table_of_kinds(found),
-        table_of_choices(found),
-        table_of_rooms(found),
-        table_of_parts(found),
-        table_of_pulls(found, options),
-    ):
+    for table in (table_of_kinds(found), table_of_choices(found), table_of_rooms(found)):
+        print_table(*table)
+    for sentence in of_rooms(found, options):
+        console.print(sentence, soft_wrap=True)
+    for table in (table_of_parts(found), table_of_pulls(found, options)):
         print_table(*table)
     console.print(
-        f"A busy prefill replica computes {found.made_gbps:,.2f} GB/s of keys and values. Reading them over a slower "
-        "link, or from a slower tier, takes longer than computing them again.",
+        f"A prefill replica that computes {options.prefill_speed:,.0f} tokens a second (--prefill-speed) makes "
+        f"{found.made_gbps:,.2f} GB/s of keys and values. Reading them over a slower link, or from a slower tier, "
+        "takes longer than computing them again.",
         soft_wrap=True,
     )
     if blocks is not None:

@@ -23,7 +23,7 @@ class RoomPart(msgspec.Struct, frozen=True):
             table.
         layers: the number of layers.
         tables: number of block tables; 0 for a state.
-        request_bytes: for each length of a request, the bytes that this part takes on each rank.
+        request_bytes: for each length of a request, the bytes that this part takes on each rank while it decodes.
     """
 
     kind: str
@@ -42,8 +42,11 @@ class Room(msgspec.Struct, frozen=True):
             not the null page of pagewire.
         longest: tokens of the longest request that fits into a replica; None if there is no limit, because every layer
             has a window or a state.
-        request_bytes: for each length of a request, the bytes that it takes on each rank.
-        requests: for each length, how many requests all replicas together can hold at a time.
+        request_bytes: for each length of a request, the bytes that it takes on each rank while it decodes.
+        chunk_bytes: for each length, the bytes that a request takes in addition while a step runs a chunk of its
+            prompt.
+        requests: for each length, how many requests all replicas together can hold at a time, while each replica runs a
+            chunk of one of them.
         lost_bytes: for each length, the part of `request_bytes` that no layer needs, in bytes.
         parts: the memory of a request, by part.
     """
@@ -53,6 +56,7 @@ class Room(msgspec.Struct, frozen=True):
     pages: int | None
     longest: int | None
     request_bytes: dict[int, int]
+    chunk_bytes: dict[int, int]
     requests: dict[int, int]
     lost_bytes: dict[int, int]
     parts: tuple[RoomPart, ...]
@@ -109,26 +113,27 @@ def _room(laid: LaidWay, least: LaidWay, asked: MemoryAsked, dp: int) -> Room:
         way=laid.way,
         page_bytes=laid.page,
         pages=None if laid.page is None else asked.memory // laid.page,
-        longest=_longest(laid.memory, laid.of_request),
+        longest=_longest(laid.memory, laid.of_one),
         request_bytes={length: laid.of_request(length) for length in lengths},
+        chunk_bytes={length: laid.of_chunk(length) - laid.of_request(length) for length in lengths},
         requests={length: laid.requests(length) * dp for length in lengths},
         lost_bytes={length: laid.of_request(length) - least.of_request(length) for length in lengths},
         parts=tuple(
-            RoomPart(part.kind, part.layers, part.tables, {length: part.of_length(length) for length in lengths})
+            RoomPart(part.kind, part.layers, part.tables, {length: part.bytes_of(length, 1) for length in lengths})
             for part in laid.parts
         ),
     )
 
 
-def _longest(memory: int, of_request: Callable[[int], int]) -> int | None:
+def _longest(memory: int, of_one: Callable[[int], int]) -> int | None:
     """Returns the most tokens of a request whose bytes fit into `memory`; None if there is no limit.
 
-    The bytes that `of_request` returns must not decrease as the length grows.
+    The bytes that `of_one` returns must not decrease as the length grows.
     """
     low, high = 0, _LONGEST
-    if of_request(high) <= memory:
+    if of_one(high) <= memory:
         return None
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if of_request(middle) <= memory else (low, middle - 1)
+        low, high = (middle, high) if of_one(middle) <= memory else (low, middle - 1)
     return low

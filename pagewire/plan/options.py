@@ -43,12 +43,14 @@ class PlanOptions:
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = option(
         "DTYPE", str, "auto", "type of keys and values: auto, float32, bfloat16, float16, fp8", choices=_DTYPES
     )
-    lengths: tuple[int, ...] = option("TOKENS,...", _lengths, (8192, 65_536), "lengths of requests")
+    lengths: tuple[int, ...] = option(
+        "TOKENS,...", _lengths, (8192, 65_536), "lengths of requests, up to the model's limit"
+    )
     step_tokens: int = option(
         "TOKENS",
         whole(1, _MOST_TOKENS),
         8192,
-        "tokens of a step: a chunk of prefill; vLLM keeps them beside windows",
+        "most tokens of a step, which need pages in layers with windows, too",
         rare=True,
     )
     first_token: float = option(
@@ -68,3 +70,10 @@ class PlanOptions:
     plot: Path | None = option(
         "FILE", output_file, None, "draw hits against memory into this PNG; needs --trace", rare=True
     )
+
+    def __post_init__(self) -> None:
+        """Raises `ArgumentTypeError` if two options contradict each other."""
+        if self.tp is not None and self.devices % self.tp:
+            raise argparse.ArgumentTypeError(f"--tp is {self.tp}: a divisor of the {self.devices} devices is needed")
+        if self.plot is not None and self.trace is None:
+            raise argparse.ArgumentTypeError("--plot needs --trace: it draws hits against memory")

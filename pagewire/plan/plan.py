@@ -10,7 +10,6 @@ from pagewire.plan.memory import Choice, choice, choices
 from pagewire.plan.options import PlanOptions
 from pagewire.plan.trace import TracePlan
 from pagewire.plan.ways import MemoryAsked
-from scheduler_adapters.errors import PlanError
 
 
 class KindOfLayer(msgspec.Struct, frozen=True):
@@ -51,12 +50,11 @@ class MemoryPlan(msgspec.Struct, frozen=True):
 def plan_memory(options: PlanOptions, model: CachedModel) -> MemoryPlan:
     """Returns how much fits into the memory, and the data that a hand-over moves.
 
-    Raises `PlanError` if `--tp` does not fit the model or the devices.
+    Lengths beyond the model's limit are replaced by the limit. Raises `PlanError` if `--tp` does not fit the model.
     """
-    tp = options.tp or options.devices
-    if options.devices % tp:
-        raise PlanError(f"--tp is {tp}: a divisor of the {options.devices} devices is needed")
-    asked = MemoryAsked(options.memory, options.page_size, options.step_tokens, options.lengths)
+    tp, most = options.tp or options.devices, model.max_len or max(options.lengths)
+    lengths = sorted({min(length, most) for length in options.lengths})
+    asked = MemoryAsked(options.memory, options.page_size, options.step_tokens, lengths)
     every = list(choices(model, options.devices, asked))
     if options.tp is None and every:
         tp = every[0].tp  # the largest number of ranks that the heads allow
@@ -86,6 +84,6 @@ def plan_memory(options: PlanOptions, model: CachedModel) -> MemoryPlan:
         choices=every,
         chosen=chosen,
         prefill_tp=prefill_tp,
-        pulls=list(pulls(model, (prefill_tp, tp), options.page_size, options.lengths, target)),
+        pulls=list(pulls(model, (prefill_tp, tp), options.page_size, lengths, target)),
         made_gbps=sum(kind.token_bytes for kind in kinds) * options.prefill_speed / 1e9,
     )

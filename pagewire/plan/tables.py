@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from pagewire.plan.memory import Room
 from pagewire.plan.options import PlanOptions
 from pagewire.plan.plan import KindOfLayer, MemoryPlan
 from pagewire.plan.trace import TracePlan, TracePoint
@@ -107,7 +108,7 @@ def table_of_rooms(found: MemoryPlan) -> PrintedTable:
             _size(room.page_bytes) if room.page_bytes else "",
             f"{room.pages:,}" if room.pages else "",
             _tokens(room.longest),
-            *(f"{_size(room.request_bytes[length])}, {count:,}" for length, count in room.requests.items()),
+            *(_each(room, length) for length in room.requests),
         )
         for room in found.chosen.rooms
     ]
@@ -119,6 +120,26 @@ def table_of_rooms(found: MemoryPlan) -> PrintedTable:
         *(f"{_of_length(at)}, each" for at in found.chosen.rooms[0].requests),
     )
     return PrintedTable(f"TP {found.chosen.tp} x DP {found.chosen.dp}: layouts of the cache", columns, rows)
+
+
+def _each(room: Room, length: int) -> str:
+    """Formats the bytes of a request, what it takes besides while a chunk of it runs, and the number of requests."""
+    chunk = f" + {_size(room.chunk_bytes[length])}" if room.chunk_bytes[length] else ""
+    return f"{_size(room.request_bytes[length])}{chunk}, {room.requests[length]:,}"
+
+
+def of_rooms(found: MemoryPlan, options: PlanOptions) -> Iterator[str]:
+    """Yields a sentence on the chunk that runs, and a sentence on vLLM if its layout is not shown."""
+    rooms = found.chosen.rooms
+    if any(any(room.chunk_bytes.values()) for room in rooms):
+        yield (
+            f"While a step runs a chunk of up to {options.step_tokens:,} tokens of a prompt (--step-tokens), one "
+            "request of each replica takes what is after the +, too."
+        )
+    if not any(room.way == "vllm" for room in rooms):
+        states = any(kind.request_bytes for kind in found.kinds)
+        with_what = "recurrent states" if states else "latents beside other layers"
+        yield f"There is no row for vllm, because its blocks for {with_what} are not modelled here."
 
 
 def table_of_parts(found: MemoryPlan) -> PrintedTable:
@@ -137,7 +158,10 @@ def table_of_parts(found: MemoryPlan) -> PrintedTable:
         )
         rows.append(("", "lost", "", "", *lost))
     return PrintedTable(
-        "What a request takes", ("layout", "of", "layers", "tables", *map(_of_length, lengths)), rows, 2
+        "What a request takes while it decodes",
+        ("layout", "of", "layers", "tables", *map(_of_length, lengths)),
+        rows,
+        2,
     )
 
 
@@ -155,7 +179,8 @@ def table_of_pulls(found: MemoryPlan, options: PlanOptions) -> PrintedTable:
     ]
     columns = ("tokens", "to move", "runs", "prefill", "GB/s after", "runs/s", "GB/s by chunks", "runs/s")
     title = (
-        f"From prefill TP {found.prefill_tp} to decode TP {found.chosen.tp}, first token in {options.first_token:g} s"
+        f"From prefill TP {found.prefill_tp} to decode TP {found.chosen.tp}, {options.prefill_speed:,.0f} tokens of "
+        f"prefill a second, first token in {options.first_token:g} s"
     )
     return PrintedTable(title, columns, rows, words=0)
 

@@ -7,6 +7,10 @@
 - `vllm`: see `blocks.py`.
 - `least`: the memory that the layers need if each kind has its own pages, and a window keeps only the pages that it
   still reads. No manager can need less.
+
+In every layout, a request that decodes keeps the pages of its windows. The step that runs a chunk of a prompt also
+needs pages for the chunk in layers with windows. All requests share the tokens of a step, so these pages are counted
+once for a replica, and not for each request.
 """
 
 from __future__ import annotations
@@ -47,13 +51,14 @@ class LaidPart:
             table.
         layers: the number of layers.
         tables: number of a request's block tables; 0 for a state.
-        of_length: returns, for a number of tokens, the bytes that the part takes on each rank.
+        bytes_of: returns the bytes that the part takes on each rank. Its arguments are the request's length, and how
+            many of these tokens a step runs at most.
     """
 
     kind: str
     layers: int
     tables: int
-    of_length: Callable[[int], int]
+    bytes_of: Callable[[int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,7 @@ class LaidWay:
         memory: bytes for the pages of all requests. A request takes whole pages, so an incomplete page at the end is
             unusable.
         most: how many requests a replica holds at most, however short they are; None if there is no limit.
+        step_tokens: the most tokens of a step.
         parts: the parts of a request's memory.
     """
 
@@ -73,15 +79,29 @@ class LaidWay:
     page: int | None
     memory: int
     most: int | None
+    step_tokens: int
     parts: tuple[LaidPart, ...]
 
     def of_request(self, length: int) -> int:
-        """Returns the bytes of a request of this length."""
-        return sum(part.of_length(length) for part in self.parts)
+        """Returns the bytes of a request of this length that decodes."""
+        return sum(part.bytes_of(length, 1) for part in self.parts)
+
+    def of_chunk(self, length: int) -> int:
+        """Returns the bytes of a request of this length while a step runs the largest chunk of its prompt."""
+        return sum(part.bytes_of(length, self.step_tokens) for part in self.parts)
+
+    def of_one(self, length: int) -> int:
+        """Returns the bytes that a replica needs to run one request of this length.
+
+        Our loops shorten a chunk if the memory is too small for it. vLLM never admits such a request.
+        """
+        return self.of_chunk(length) if self.way == "vllm" else self.of_request(length)
 
     def requests(self, length: int) -> int:
-        """Returns how many requests of this length a replica holds at a time."""
-        fit = self.memory // self.of_request(length)
+        """Returns how many requests of this length a replica holds at a time, while a step runs a chunk of one."""
+        if self.memory < self.of_one(length):
+            return 0
+        fit = 1 + max(0, self.memory - self.of_chunk(length)) // self.of_request(length)
         return fit if self.most is None else min(fit, self.most)
 
 
@@ -122,20 +142,21 @@ def laid_ways(model: CachedModel, tp: int, asked: MemoryAsked) -> Iterator[LaidW
     whole = LaidPart(
         kinds.popitem()[0] if len(kinds) == 1 else "all", sum(layers), 1, partial(_pages, size, page, None)
     )
-    yield LaidWay("pagewire", page, own, None, (whole, *states))
+    step = asked.step_tokens
+    yield LaidWay("pagewire", page, own, None, step, (whole, *states))
     if len(set(every)) == 1:  # all pages have the same size
         if not states and any(one.window for one in model.paged):
             yield _with_groups(model, every[0], asked)
         if len(states) == 1:
             yield from _with_slabs(model, every[0], asked, whole)
     of_token = [of_one // size for of_one in of_kinds]
-    if not states and (blocks := vllm_blocks(model.paged, of_token, size, asked.step_tokens)):
+    if not states and (blocks := vllm_blocks(model.paged, of_token, size)):
         yield _of_vllm(blocks, asked, whole)
     least = [
         LaidPart(_name(one), one.layers, 1, partial(_pages, size, of_one, group))
         for one, of_one, group in zip(model.paged, of_kinds, _groups(model.paged), strict=True)
     ]
-    yield LaidWay("least", None, asked.memory, None, (*least, *states))
+    yield LaidWay("least", None, asked.memory, None, step, (*least, *states))
 
 
 def _with_groups(model: CachedModel, params: KVCacheParams, asked: MemoryAsked) -> LaidWay:
@@ -147,7 +168,7 @@ def _with_groups(model: CachedModel, params: KVCacheParams, asked: MemoryAsked) 
     for one, group in zip(model.paged, groups, strict=True):
         count = sum(table.group is group for table in tables.tables)
         parts.append(LaidPart(_name(one), one.layers, count, partial(_pages, size, count * page, group)))
-    return LaidWay("groups", page, asked.memory, None, (*parts,))
+    return LaidWay("groups", page, asked.memory, None, asked.step_tokens, (*parts,))
 
 
 def _with_slabs(model: CachedModel, params: KVCacheParams, asked: MemoryAsked, whole: LaidPart) -> Iterator[LaidWay]:
@@ -158,14 +179,14 @@ def _with_slabs(model: CachedModel, params: KVCacheParams, asked: MemoryAsked, w
     slab = pages_of_slab(recurrent.state_layouts(tp), shard_layouts(params, layers, size))
     if (most := most_states(asked.memory // page, slab)) > 0:
         state = LaidPart(recurrent.kind, recurrent.layers, 0, partial(_any_length, slab * page))
-        yield LaidWay("share_memory", page, asked.memory, most, (whole, state))
+        yield LaidWay("share_memory", page, asked.memory, most, asked.step_tokens, (whole, state))
 
 
 def _of_vllm(blocks: VllmBlocks, asked: MemoryAsked, whole: LaidPart) -> LaidWay:
     parts = [LaidPart(_name(of.one), of.one.layers, of.tables, partial(blocks.table_bytes, of)) for of in blocks.each]
     if len(parts) == 1:  # one table for all kinds
         parts = [replace(parts[0], kind=whole.kind, layers=whole.layers)]
-    return LaidWay("vllm", blocks.block_bytes, asked.memory, None, (*parts,))
+    return LaidWay("vllm", blocks.block_bytes, asked.memory, None, asked.step_tokens, (*parts,))
 
 
 def _groups(paged: Sequence[AlikeLayers]) -> tuple[LayerGroup, ...]:
@@ -183,13 +204,13 @@ def _name(one: AlikeLayers) -> str:
     return f"{one.kind} {one.window:,}" if one.window else one.kind
 
 
-def _pages(size: int, page: int, group: LayerGroup | None, length: int) -> int:
+def _pages(size: int, page: int, group: LayerGroup | None, length: int, step_tokens: int) -> int:
     """Returns the bytes of the pages that a group keeps for a request of `length` tokens, in pages of `size` tokens.
 
     If `group` is None, every page is kept.
     """
-    return page * (-(-length // size) if group is None else group.most_pages(length, size))
+    return page * (-(-length // size) if group is None else group.most_pages(length, size, step_tokens))
 
 
-def _any_length(count: int, _: int) -> int:
+def _any_length(count: int, _length: int, _step_tokens: int) -> int:
     return count

@@ -57,10 +57,10 @@ def test_the_plan_has_the_figures_of_vllm(name: str, tp: int, answers: dict[tupl
     assert sum(theirs.layer_page_bytes) == found.token_bytes * SIZES[name] == ours["pagewire"].page_bytes
     assert len(theirs.layer_page_bytes) == sum(one.layers for one in model.each)
     assert (ours["vllm"].page_bytes, ours["vllm"].pages) == (theirs.block_bytes, theirs.num_blocks)
-    assert ours["vllm"].request_bytes == {
+    # vLLM admits a request if these blocks are free.
+    assert {length: size + ours["vllm"].chunk_bytes[length] for length, size in ours["vllm"].request_bytes.items()} == {
         length: blocks * theirs.block_bytes for length, blocks in theirs.request_blocks.items()
     }
-    assert ours["vllm"].requests == {length: theirs.num_blocks // n for length, n in theirs.request_blocks.items()}
     if len(theirs.group_layers) == 1:  # If no layers share a page, vLLM's blocks and pagewire's pages are the same.
         assert (ours["pagewire"].page_bytes, ours["pagewire"].pages) == (theirs.block_bytes, theirs.num_blocks)
 

@@ -39,8 +39,12 @@ def test_public_models(name: str) -> None:
         rooms = choice(read_model(CONFIGS / name), tp, 1, MemoryAsked(MEMORY, 16, STEP, LENGTHS)).rooms
         ours, theirs = rooms[0], next(room for room in rooms if room.way == "vllm")
         assert (ours.way, theirs.page_bytes, theirs.pages) == ("pagewire", block_bytes, blocks)
-        assert tuple(size // block_bytes for size in theirs.request_bytes.values()) == requests
-        assert tuple(theirs.requests.values()) == tuple(blocks // count for count in requests)
+        most = [theirs.request_bytes[length] + theirs.chunk_bytes[length] for length in LENGTHS]
+        assert tuple(size // block_bytes for size in most) == requests
+        # One request runs a chunk of its prompt, and each of the others decodes.
+        decoding = [size // block_bytes for size in theirs.request_bytes.values()]
+        at_a_time = [1 + (blocks - count) // one for count, one in zip(requests, decoding, strict=True)]
+        assert [*theirs.requests.values()] == at_a_time
         assert (ours.page_bytes, ours.pages) == (WHOLE[name][place] if name in WHOLE else (block_bytes, blocks))
 
 
@@ -48,9 +52,9 @@ def full(layers: int, heads: int = 2, window: int = 0) -> AlikeLayers:
     return AlikeLayers("window" if window else "full", layers, heads=heads, width=32, window=window)
 
 
-def request_blocks(found: VllmBlocks, length: int) -> int:
-    """Returns the most blocks that a request of this length can hold."""
-    return sum(found.table_bytes(of, length) for of in found.each) // found.block_bytes
+def request_blocks(found: VllmBlocks, length: int, step: int) -> int:
+    """Returns the most blocks that a request of this length can hold, if `step` of its tokens may be in flight."""
+    return sum(found.table_bytes(of, length, step) for of in found.each) // found.block_bytes
 
 
 def test_groups_are_as_large_as_the_fewest_layers_or_filled_up_to_the_most() -> None:
@@ -61,21 +65,21 @@ def test_groups_are_as_large_as_the_fewest_layers_or_filled_up_to_the_most() -> 
         ((4, 6), 4, (1, 2)),
     ):
         plain, windows = full(layers[0]), full(layers[1], window=64)
-        found = vllm_blocks([plain, windows], [layers[0] * 128, layers[1] * 128], 16, 100)
+        found = vllm_blocks([plain, windows], [layers[0] * 128, layers[1] * 128], 16)
         assert found is not None
         assert found.block_bytes == of_group * 128 * 16
         assert tuple(of.tables for of in found.each) == tables
 
 
 def test_layers_of_one_kind_have_one_table_though_their_pages_differ() -> None:
-    found = vllm_blocks([full(3), full(2, heads=4)], [300, 400], 16, 100)
+    found = vllm_blocks([full(3), full(2, heads=4)], [300, 400], 16)
     assert found is not None
-    assert (found.block_bytes, request_blocks(found, 100)) == (700 * 16, 7)
+    assert (found.block_bytes, request_blocks(found, 100, 100)) == (700 * 16, 7)
 
 
 def test_smaller_pages_hold_more_tokens_or_are_filled_up() -> None:
     for of_token, block_size in (((256, 128), 32), ((256, 192), 16), ((256, 96), 16)):
-        found = vllm_blocks([full(1, heads=4), full(1, window=64)], list(of_token), 16, 100)
+        found = vllm_blocks([full(1, heads=4), full(1, window=64)], list(of_token), 16)
         assert found is not None
         assert found.block_bytes == 256 * 16
         assert [of.block_size for of in found.each] == [16, block_size]
@@ -84,11 +88,11 @@ def test_smaller_pages_hold_more_tokens_or_are_filled_up() -> None:
 def test_chunks_begin_where_blocks_do_and_windows_need_not() -> None:
     chunked = AlikeLayers("chunked", 1, heads=2, width=32, window=64)
     for other, more in ((full(1, window=65), 1), (chunked, 0)):
-        found = vllm_blocks([full(1), other], [128, 128], 16, 32)
+        found = vllm_blocks([full(1), other], [128, 128], 16)
         assert found is not None
-        assert request_blocks(found, 1600) == 100 + 6 + more
+        assert request_blocks(found, 1600, 32) == 100 + 6 + more
 
 
 def test_latents_beside_other_layers_have_no_block_figures() -> None:
     latent = AlikeLayers("latent", 1, heads=1, width=64)
-    assert vllm_blocks([latent, full(1, window=8)], [128, 128], 16, 32) is None
+    assert vllm_blocks([latent, full(1, window=8)], [128, 128], 16) is None

@@ -53,7 +53,7 @@ def test_the_first_lines_give_the_number_and_length_of_requests_and_the_memory(
     rows = [re.split(r"  +", line.strip()) for line in first.splitlines()]
     assert ["requests of", "8,192 tokens", "65,536 tokens"] in rows
     assert ["requests at a time", "82", "10"] in rows
-    assert ["requests at a time with `params.groups`", "301", "58"] in rows
+    assert ["requests at a time with `params.groups`", "298", "58"] in rows
     assert ["memory of one, of each of its 8 devices", "496 MiB", "3.88 GiB"] in rows
     assert "The longest request: 131,072 tokens, the model's limit; the memory holds 676,496." in first
 
@@ -82,6 +82,56 @@ def test_the_longest_request_is_limited_by_the_model_or_by_the_memory(
 )
 def test_heads_are_shown_with_the_dimension_of_a_key(keys: int, values: int, told: str) -> None:
     assert _heads(KindOfLayer("full", 1, 8, keys, values, 0, 0, 0)) == told
+
+
+def printed_of(capsys: pytest.CaptureFixture[str], model: str, *more: str) -> str:
+    assert main(["plan", "--model", str(CONFIGS / model), "--memory", "40GiB", *more]) == 0
+    return capsys.readouterr().out
+
+
+def test_no_length_beyond_the_models_limit_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    model, limit = read_model(CONFIGS / "llama-3-70b"), 8192
+    assert model.max_len == limit
+    for lengths in ((limit, 8 * limit), (100, 2 * limit, 3 * limit)):
+        found = plan_memory(PlanOptions(model=CONFIGS / "llama-3-70b", memory=40 << 30, lengths=lengths), model)
+        assert {*found.chosen.rooms[0].requests} == {length for length in (100, limit) if length >= min(lengths)}
+        assert [pull.length for pull in found.pulls] == [*found.chosen.rooms[0].requests]
+    assert "65,536 tokens" not in printed_of(capsys, "llama-3-70b")
+    assert "65,536 tokens" in printed_of(capsys, "gemma-3-27b")
+
+
+def test_the_speed_of_prefill_that_the_figures_assume_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed_of(capsys, "llama-3-70b").count("10,000 tokens") == 2
+    assert printed_of(capsys, "llama-3-70b", "--prefill-speed", "123456").count("123,456 tokens") == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("gemma-3-27b", ""),
+        ("qwen3-next-80b", "There is no row for vllm, because its blocks for recurrent states"),
+        ("kimi-linear-48b-a3b", "There is no row for vllm, because its blocks for recurrent states"),
+    ],
+)
+def test_a_layout_that_is_not_shown_has_its_reason(model: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = printed_of(capsys, model)
+    assert ("There is no row for vllm" in printed) == bool(told) == ("\n vllm " not in printed)
+    assert told in printed
+
+
+def test_what_a_running_chunk_takes_is_shown_for_windows_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = printed_of(capsys, "gemma-3-27b", "--devices", "1", "--step-tokens", "4096")
+    assert "a chunk of up to 4,096 tokens of a prompt" in printed
+    assert "1.06 GiB + 1.72 GiB, 36" in printed
+    assert "a chunk of up to" not in printed_of(capsys, "llama-3-70b")
+
+
+def test_options_that_contradict_each_other_are_refused_before_the_model_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for more, told in ((["--tp", "3"], "--tp is 3: a divisor of"), (["--plot", "a.png"], "--plot needs --trace")):
+        assert main(["plan", "--model", str(tmp_path), "--memory", "40GiB", *more]) == 2
+        assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", ["llama-3-70b", "gemma-3-27b", "kimi-linear-48b-a3b"])
