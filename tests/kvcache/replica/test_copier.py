@@ -263,3 +263,34 @@ def test_a_check_finds_imports_that_do_not_fit_their_rows(make: Any, change: str
     pending.closed, imports.each[:], imports.of_row = False, each, of_row
     imports.to_give_back.clear()
     imports.check()
+
+
+def test_a_repair_keeps_each_open_import_once_and_no_row_that_has_passed_on(make: Any) -> None:
+    """An interrupt may leave a row with another request than its import, and a row that nobody holds any more."""
+    _, table = prefilled(make, **TWO_TABLES)
+    target = make(80, page_size=4, **TWO_TABLES)
+    passed_on = target.import_block_table(receiver(target), table)
+    kept = target.import_block_table(receiver(target, name="e"), table)
+    rows, imports = target._replicas.each[0].rows, target._replicas.each[0].imports
+    row, other = rows.row_of["d"], rows.row_of["e"]
+    rows.request_ids[row] = "another"
+    imports.each.append(kept)
+    imports.to_give_back.add(rows.request_ids.index(None))
+    assert imports.mend() == []
+    assert imports.each == [passed_on, kept]
+    assert imports.of_row == {other: kept}
+    assert imports.to_give_back == set()
+    rows.request_ids[row], imports.of_row[row] = "d", passed_on
+
+
+def test_a_row_without_room_that_waits_for_its_return_is_a_contradiction_too(make: Any) -> None:
+    _, table = prefilled(make, **TWO_TABLES)
+    target = make(40, page_size=4, **TWO_TABLES)
+    target.cancel_import(target.import_block_table(receiver(target), table))
+    imports = target._replicas.each[0].imports
+    (row,) = imports.to_give_back
+    imports.check()
+    before, imports._rows.capacity[row] = imports._rows.capacity.item(row), 0
+    with pytest.raises(InvariantError, match=f"row {row} may run in the pages of a cancelled import"):
+        imports.check()
+    imports._rows.capacity[row] = before
