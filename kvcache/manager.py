@@ -1,6 +1,5 @@
 """`PagedKVCacheManager`: the cache manager that a serving loop calls."""
 
-import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from kvcache import arguments, sizing
 from kvcache.arguments import MOST
 from kvcache.claims import Claims
-from kvcache.errors import InterruptedCallError, InvalidRequestError, KVCacheError
+from kvcache.errors import InvalidRequestError
 from kvcache.layer_groups import layer_tables
 from kvcache.params import KVCacheParams, resolve_page_size
 from kvcache.recovery import Recovered, recover
@@ -29,12 +28,7 @@ from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight, check_step
 from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID
 from kvcache.uncopied import Uncopied
-
-_CHANGES_SOMETHING = (
-    *("external_claim", "release", "maybe_reserve", "reserve_batch", "fork", "fetch", "step", "lease", "end_lease"),
-    *("import_block_table", "extend_import", "commit_import", "cancel_import", "reset_prefix_cache"),
-    *("fetch_ahead", "end_step"),
-)
+from kvcache.under_way import CheckedUnderWay, UnderWay
 
 
 class PagedKVCacheManager(Uncopied):
@@ -67,7 +61,7 @@ class PagedKVCacheManager(Uncopied):
         zmq_endpoint_base: opens a socket at `<base>-reset_prefix_cache`. A message there drops the prefix cache before
             the next lookup or `fetch`. Without prefix caching no socket is opened, and a warning is logged.
         page_size: the number of tokens per page. Leave it out if `params.page_size` is given.
-        enable_runtime_checks: whether to run `check` before and after every call that changes something (slow).
+        enable_runtime_checks: whether to run `check` before and after every change of the state (slow).
 
     Raises:
         InvalidParamsError: (a ValueError) an argument is invalid.
@@ -111,9 +105,9 @@ class PagedKVCacheManager(Uncopied):
         check_endpoint(zmq_endpoint_base)
         sizing.warn_of_shortages(needs, sizes, pages)
         self.longest_request = needs.longest_request(pages, self.max_seq_len)  # in tokens, alone on its replica
-        self._replicas = place_replicas(needs, sizes, devices_of, stream, pages)
+        self._mark = CheckedUnderWay() if enable_runtime_checks else UnderWay()  # names the call that changes the state
+        self._replicas = place_replicas(needs, sizes, devices_of, stream, pages, self._mark)
         self.fingerprint = self._replicas.fingerprint
-        self._mark = self._replicas.mark  # the mark of the call that is changing the state
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
         self._claims = Claims(self._replicas.each, self._replicas.steps.open)
         self.contents = PageContents(self._replicas.each, self.fingerprint, self._mark)  # finds pages by content
@@ -123,8 +117,8 @@ class PagedKVCacheManager(Uncopied):
         self._capacity = self._replicas.capacity
         self._metrics_before = KVCacheMetrics()
         self._reset_endpoint = open_endpoint(zmq_endpoint_base, caching=params.enable_prefix_caching)
-        if enable_runtime_checks:
-            _check_around_calls(self)
+        if isinstance(self._mark, CheckedUnderWay):
+            self._mark.check_state = self.check
 
     # ---- claiming
 
@@ -679,26 +673,3 @@ class PagedKVCacheManager(Uncopied):
         if right:
             mark.end()
         mark.close()
-
-
-def _check_around_calls(manager: PagedKVCacheManager) -> None:
-    """Make each call that changes this manager run `check` before and after its work, even if the call raises."""
-    for name in _CHANGES_SOMETHING:
-        setattr(manager, name, _checked_around(getattr(manager, name), manager.check))
-
-
-def _checked_around(method: Callable[..., Any], check: Callable[[], None]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        check()
-        try:
-            result = method(*args, **kwargs)
-        except InterruptedCallError:
-            raise
-        except KVCacheError:  # after any other exception, the next call begins by checking the state
-            check()
-            raise
-        check()
-        return result
-
-    return run

@@ -42,14 +42,14 @@ _FETCH, _STEP = ("fetch", None), ("step", None)
 
 
 def place_replicas(
-    needs: Needs, sizes: Sizes, devices: Sequence[Sequence[torch.device]], stream: Any, pages: int
+    needs: Needs, sizes: Sizes, devices: Sequence[Sequence[torch.device]], stream: Any, pages: int, mark: UnderWay
 ) -> "Replicas":
-    """Build replicas of `pages` pages each on their `devices`, and the tiers below them."""
+    """Build replicas of `pages` pages each on their `devices`, and the tiers below them. All of them share `mark`."""
     (params, tables, page_size), layouts, slab_pages = needs, needs.layouts, needs.slab_pages
     words = DIGEST_BYTES[params.hash_algorithm] // 8
     rows = sizes.max_batch_size // len(devices)
     room = divide_tiers(params, len(layouts))
-    every, mark = AllRows(len(devices), rows, page_size), UnderWay()
+    every = AllRows(len(devices), rows, page_size)
     placed = list[PlacedReplica]()
     for group in devices:
         pinned = any(device.type == "cuda" for device in group)

@@ -7,7 +7,8 @@ handlers do. Every later call then sees that the state may be half changed, and 
 never cleared; calls that only release or read something still work.
 """
 
-from typing import NoReturn, Protocol, Self
+from collections.abc import Callable
+from typing import NoReturn, Protocol, Self, cast
 
 from kvcache.errors import InterruptedCallError, KVCacheError, ManagerClosedError
 
@@ -36,8 +37,8 @@ class UnderWay:
     __slots__ = ("_rest", "call", "context", "leaving")
 
     def __init__(self) -> None:
-        self.call: tuple[str, object] | None = None
         self._rest: tuple[str, object] | None = None  # the value that `call` has while no call changes the state
+        self.call: tuple[str, object] | None = None
         self.context: Refusing | None = None
         self.leaving: list[str] = []
 
@@ -110,3 +111,37 @@ class UnderWay:
         self.context = None
         if nothing_changed:
             self.call = self._rest
+
+
+class CheckedUnderWay(UnderWay):
+    """A mark that also checks the state before the first change of each call, and after the last.
+
+    Whatever changes the state sets the mark: calls of the manager, and of objects that it has handed out. So no call
+    can be forgotten. A manager with `enable_runtime_checks` has this mark.
+
+    Attributes:
+        check_state: raises an error if the state is wrong.
+    """
+
+    __slots__ = ("check_state",)
+
+    def __init__(self) -> None:
+        self.check_state: Callable[[], None] = lambda: None
+        super().__init__()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "call" or not hasattr(self, "call"):
+            super().__setattr__(name, value)
+            return
+        was_changing = self.is_interrupted
+        # A manager whose state is wrong can still be closed.
+        closes = "close" in (_name(self.call), _name(value))
+        if not (was_changing or closes) and value is not self._rest:
+            self.check_state()
+        super().__setattr__(name, value)
+        if was_changing and not closes and value is self._rest:
+            self.check_state()
+
+
+def _name(call: object) -> object:
+    return cast("tuple[str, object]", call)[0] if call else ""
