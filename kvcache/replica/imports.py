@@ -105,8 +105,13 @@ def check_table(
             f"covers {shown(table.num_tokens)} of the request's {context.end_idx} tokens; 1 to {context.end_idx - 1} "
             "are allowed",
         )
-    if not 0 <= table.first_page < 1 << 31:
-        raise _mismatch(context, f"begins with page {shown(table.first_page)}; 0 to 2**31 - 1 are allowed")
+    pages = -(-table.num_tokens // table.page_size)
+    if not 0 <= table.first_page < pages:
+        raise _mismatch(
+            context,
+            f"begins with page {shown(table.first_page)}, but its {table.num_tokens} tokens are in pages 0 to "
+            f"{pages - 1}",
+        )
     _check_pages(replica, context, table, last=last)
     hasher = _check_digests(replica, context, table, hasher)
     if not last and table.num_tokens % table.page_size:
@@ -355,8 +360,12 @@ def extend_import(
             context,
             f"is the last and covers {table.num_tokens} tokens, but the request starts at token {context.start_idx}",
         )
-    if last and not tables.is_plain:
-        tables.refuse_lost(np.array([row]), np.array([start]))
+    if last and not tables.is_plain and (lost := tables.lost(np.array([row]), np.array([start]))) is not None:
+        raise _mismatch(
+            context,
+            f"is the last and covers {table.num_tokens} tokens, but this import, which was begun for up to "
+            f"{context.end_idx - 1}, has no {lost[1]}: cancel it and import this table anew",
+        )
     if seen is not pending.parts:
         _give_back_unseen(replica, row, pending, seen)
     pending.hasher = hasher

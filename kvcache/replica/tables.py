@@ -406,18 +406,28 @@ class RowTables:
         every = np.concatenate((mine[:kept].ravel(), mine[kept:].T.ravel()))
         return every[every != NO_PAGE]
 
-    def refuse_lost(self, rows: Rows, starts: Ints) -> None:
-        """Raise `InvalidRequestError` if a row would run from a token that sees pages which the row has freed."""
+    def lost(self, rows: Rows, starts: Ints) -> tuple[int, str] | None:
+        """Returns the index of the first of `rows` that lacks pages which a query at its start sees, and which pages.
+
+        None if no row lacks any.
+        """
         for number, (group, _) in enumerate(self.groups):
             first = self.rows.firsts[number, rows]
             behind = (group.first_seen(starts) // self._page_size < first).nonzero()[0]
             if behind.size:
                 at = int(behind[0])
-                raise InvalidRequestError(
-                    f"request {self.rows.request_ids[as_rows(rows)[at]]!r}: would run from token {starts[at]}, but "
-                    f"the layers of kind {group.kind} ({group.window} tokens) have freed their pages before token "
-                    f"{first[at] * self._page_size}: release the request and claim it again"
-                )
+                begin = first[at] * self._page_size
+                return at, f"pages of the layers of kind {group.kind} ({group.window} tokens) before token {begin}"
+        return None
+
+    def refuse_lost(self, rows: Rows, starts: Ints) -> None:
+        """Raise `InvalidRequestError` if a row would run from a token that sees pages which the row has freed."""
+        if (lost := self.lost(rows, starts)) is not None:
+            at, pages = lost
+            raise InvalidRequestError(
+                f"request {self.rows.request_ids[as_rows(rows)[at]]!r}: would run from token {starts[at]}, but has "
+                f"freed the {pages}: release the request and claim it again"
+            )
 
     def refuse_fork(self, row: int, computed: int) -> None:
         """Raise `InvalidRequestError` if the row has freed pages that a fork after `computed` tokens sees."""

@@ -14,7 +14,6 @@ import torch
 from kvcache import (
     BlockTable,
     BlockTableMismatchError,
-    InvalidRequestError,
     LayerGroup,
     PagedKVCacheManager,
     PromptTooLongError,
@@ -407,7 +406,11 @@ def test_an_extension_says_the_same_pages_and_reaches_the_window() -> None:
     )
     assert pending is not None
     part = computed(source, PROMPT[:24], "r")
-    with pytest.raises(InvalidRequestError, match="'d': would run from token 24"):
+    with pytest.raises(
+        BlockTableMismatchError,
+        match=r"'d': the block table is the last and covers 24 tokens, but this import, which was begun for up to 39, "
+        r"has no pages of the layers of kind window \(6 tokens\) before token 32: cancel it",
+    ):
         target.extend_import(context, pending, source.block_table(part.request_id), last=True)
     context.update(NEXT)
     with pytest.raises(BlockTableMismatchError, match="covers 24 tokens, but the request starts at token 40"):

@@ -284,7 +284,7 @@ def test_a_request_that_is_set_back_beyond_its_window_is_refused() -> None:
     context.set_token_indices(start_idx=30, active_idx=46)
     assert manager.maybe_reserve(context)
     with pytest.raises(
-        InvalidRequestError, match="'r': would run from token 30, .* kind window .6 tokens. .* before token 36"
+        InvalidRequestError, match="'r': would run from token 30, .* kind window .6 tokens. before token 36"
     ):
         manager.fetch([context])
     context.set_token_indices(start_idx=45)

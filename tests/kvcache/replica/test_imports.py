@@ -405,9 +405,12 @@ def test_a_table_that_leaves_a_gap_is_refused_and_takes_no_page(make: Any) -> No
         target.import_block_table(context, from_page(table, 3))
     bad = [
         (change(table, first_page=1), "names 5 pages; its 18 tokens take 4 from page 1 on"),
-        (change(table, first_page=-1), "begins with page -1; 0 to "),
-        (change(table, first_page=9), "names 5 pages; its 18 tokens take -4 from page 9 on"),
-        (change(from_page(table, 4), num_tokens=16, groups=((),)), "names 0 pages; its 16 tokens take 0 from page 4"),
+        (change(table, first_page=-1), "begins with page -1, but its 18 tokens are in pages 0 to 4"),
+        (change(table, first_page=9), "begins with page 9, but its 18 tokens are in pages 0 to 4"),
+        (
+            change(from_page(table, 4), num_tokens=16, groups=((),)),
+            "begins with page 4, but its 16 tokens are in pages 0 to 3",
+        ),
         (
             change(from_page(table, 2), digests=table.digests),
             "128 bytes of digests, which do not fit its 2 full pages .18 tokens",

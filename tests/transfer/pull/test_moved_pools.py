@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -49,15 +49,15 @@ def test_a_hand_over_goes_on_after_a_tensor_of_either_pool_was_to_be_sent(sides:
 def test_a_pull_into_a_pool_that_has_moved_says_so(sides: tuple[Side, Reader], when: str) -> None:
     source, reader = sides
     offer, _, pending = leased(source, reader)
-    steps: dict[str, Callable[[], None]] = {
-        "before the pull": lambda: reader.open(offer),
-        "before its pages are named": lambda: reader.exchange.read(0, "k", pending, last=True),
-        "before its event is read": lambda: reader.exchange.wait(0, 60.0),
-    }
-    for at, step in steps.items():
-        if at == when:
-            move(reader)
-        step()
+    if when == "before the pull":
+        move(reader)
+    reader.open(offer)
+    if when == "before its pages are named":
+        move(reader)
+    reader.exchange.read(0, "k", pending, last=True)
+    if when == "before its event is read":
+        reader.exchange.wait(0, 60.0)
+        move(reader)
     event, proof = reader.end(source)
     assert MOVED in event.error
     assert "tensor 0 of shard 0" in event.error
