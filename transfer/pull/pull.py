@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -28,6 +28,10 @@ from transfer.wire.messages import RankMetadata, ReaderNote, encode_message
 
 _GONE = "its process is gone, or has moved or freed its pages; compute the prompt or pull it from another engine: "
 _SLICE_S = 0.3e-3
+_READ = "was read before, and this process has told the source that it is done with it"
+_GIVEN_BACK = "was given back by this process, because an earlier pull had failed: "
+_REMEMBERED = 4096
+"""How many leases are remembered whose pulls have ended."""
 LATELY_S = 1.0
 """In seconds. NIXL may take this long to send a message to a source, and needs polls of its agent during this time."""
 _MOST_IN_FLIGHT = 8
@@ -69,6 +73,8 @@ class Puller:
         self._address = self.words.ctypes.data
         self._free = list(range(slots))
         self._spoken: dict[RemoteEngine, float] = {}  # by source: when a message was last sent to it
+        # How the leases have ended that this rank has lately read or given back, for the message of a later pull.
+        self._said: OrderedDict[int, str] = OrderedDict()
         self._pulls: dict[str, RankPull] = {}
         self._moving: dict[str, RankPull] = {}  # the pulls that a poll may advance
         # A heap of times and keys: when the lease of a pull must be renewed, or when the pull times out. A pull may
@@ -153,6 +159,7 @@ class Puller:
         if slot >= 0 and fencing is None and error is None and self.words.item(slot) == lease.lease_id:
             self._free.append(slot)
             now = self._clock()
+            self._remember(lease, _READ)
             self.ended.append(PullRecord(part.num_bytes, len(part.local), post_s, now - started))
             return PullEvent(key, "", True, 0, PullTimes(started + post_s, now) if self.timed else None)
         pull = self._opened(key, engine, lease, started + timeout_s, started)
@@ -252,6 +259,7 @@ class Puller:
     def _ended_well(self, pull: RankPull) -> PullEvent:
         if len(pull.told) < len(pull.engine.ranks):
             self._tell(pull, set(range(len(pull.engine.ranks))).difference(pull.told), "done")
+        self._remember(pull.lease, _READ)
         now = pull.over_at = self._clock()
         self.ended.append(PullRecord(pull.num_bytes, pull.num_runs, pull.post_s, now - pull.started))
         return PullEvent(pull.key, "", True, 0, PullTimes(pull.fence_at, now) if pull.fence_at else None)
@@ -401,7 +409,7 @@ class Puller:
             return True
         text = (
             f"engine {pull.engine.engine_id!r} rank {rank} no longer held the pages: "
-            f"the lease {how_ended(pull.lease)}: "
+            f"the lease {how_ended(pull.lease, self._said.get(pull.lease.lease_id, ''))}: "
             f"its lease word {pull.lease.slot} holds {word:#x} instead of {pull.lease.lease_id:#x}"
         )
         self._fail(pull, Failure(FailureKind.LEASE_OVER, text))
@@ -420,6 +428,8 @@ class Puller:
         if pull.waiting and pull.waiting[0].posted and not pull.waiting[0].in_flight:
             pull.waiting[0].settle()
         pull.waiting.clear()
+        if failure.kind is not FailureKind.LEASE_OVER:
+            self._remember(pull.lease, _GIVEN_BACK + failure.text)
         self._tell(pull, set(range(len(pull.engine.ranks))).difference(pull.told), "refused", failure.text)
         if pull.in_flight:
             self.events.append(PullEvent(pull.key, failure.text, safe=False))
@@ -437,6 +447,11 @@ class Puller:
         for rank in ranks:
             with suppress(AgentError):
                 pull.agent.notify(pull.engine.ranks[rank].agent_name, message)
+
+    def _remember(self, lease: LeaseRef, how: str) -> None:
+        self._said[lease.lease_id] = how
+        if len(self._said) > _REMEMBERED:
+            self._said.popitem(last=False)
 
     def stuck(self, seconds: float) -> list[RemoteEngine]:
         """Returns the engines of pulls that failed at least this many seconds ago and still have copies in flight."""

@@ -29,6 +29,23 @@ _LIST = cast("Callable[[], list[Any]]", list)
 _DEQUE = cast("Callable[[], deque[Any]]", deque)
 
 
+class OwnKey(str):
+    """The key of a pull that this package opens for itself. It equals only itself, and so never a caller's key.
+
+    Its text is for messages.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+    __hash__ = object.__hash__
+
+
 class PullTimes(NamedTuple):
     """When the last fence of a pull was posted and when it passed, on the puller's clock."""
 
@@ -215,12 +232,13 @@ def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: fl
         )
 
 
-def how_ended(lease: LeaseRef) -> str:
-    """Describes how a lease may have ended, if its lease word no longer holds its id.
+def how_ended(lease: LeaseRef, said: str = "") -> str:
+    """Describes how a lease has ended, if its lease word no longer holds its id.
 
-    Only the source's log has the real reason.
+    `said` is what this process has told the source about the lease; empty if nothing. Otherwise only the source's log
+    has the real reason.
     """
-    return (
+    return said or (
         f"expired (it lasts {lease.duration_s:g} s unless its reader renews it), "
         "was ended by the source, or was never granted"
     )

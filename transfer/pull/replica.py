@@ -6,7 +6,6 @@ Single-threaded: `transfer.pull.thread` runs it. `transfer.pull.directory` finds
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import time
 from collections import deque
@@ -24,7 +23,7 @@ from transfer.nixl.settings import effective_settings, reaches_other_hosts
 from transfer.plan.page_lists import PageLists, with_blocks
 from transfer.pull.directory import Directory, Peer, Times
 from transfer.pull.lease import Lease, LeaseBook, LeaseRef
-from transfer.pull.pull_state import PullEvent, Reading, ReplicaPull
+from transfer.pull.pull_state import OwnKey, PullEvent, Reading, ReplicaPull
 from transfer.pull.rank import RankTransfer
 from transfer.pull.shared_pull import SharedPull, SharedPulls, SourcePages
 from transfer.pull.source import Place, Source, check_tokens, source_in
@@ -78,8 +77,6 @@ class LeaseOffer(NamedTuple):
     running: bool = False
 
 
-_REFUSED = "\0refused "  # prefix for the keys of pulls that only refuse a lease; no caller's key begins with it
-_PART = "\0part "  # prefix for the keys of the parts of a pull from several sources
 _MAX_PAUSE_S = 0.25  # in seconds: the longest pause before a source is asked again; see `ReplicaPull`
 _SMALL_BYTES = 1 << 20
 """In bytes: a pull up to this size counts as small. Such a pull takes 0.1 to 0.3 ms. On a busy machine, waking a thread
@@ -124,7 +121,6 @@ class ReplicaTransfer:
         # again, or when the pull times out.
         self._unstarted: set[str] = set()
         self._due: list[tuple[float, str]] = []
-        self._refusals = itertools.count()
         self.leases = LeaseBook([rank.words for rank in self.ranks], clock)
         self._times = Times(**times)
         self.directory = Directory(self.ranks, client, self._times, clock, self._start_all, self._fail_all)
@@ -132,7 +128,7 @@ class ReplicaTransfer:
         self._reads_expected = 0  # how many times a reader may have begun to read under a lease
         self._needs_polls = reaches_other_hosts(effective_settings(self.ranks[0].memory_type))
         self._is_host = all(rank.memory_type is MemoryType.DRAM for rank in self.ranks)
-        self._shared = SharedPulls(self, _PART)
+        self._shared = SharedPulls(self)
         self.timed = timed
 
     @property
@@ -417,7 +413,7 @@ class ReplicaTransfer:
         """
         if isinstance(source, Wanted):
             source = source._replace(num_tokens=0, digest=b"")
-        self.pull(f"{_REFUSED}{next(self._refusals)}", source, timeout_s, refusal=reason)
+        self.pull(OwnKey("refusal"), source, timeout_s, refusal=reason)
 
     def poll(self) -> bool:
         """Advances leases, pulls and handshakes. Returns whether READs are under way or a source is awaited.
@@ -476,7 +472,7 @@ class ReplicaTransfer:
 
         Safe from any thread. The length of `leases` may be read from any thread, too.
         """
-        pulls = [pull for key, pull in self.pulls.items() if not key.startswith(_PART)]
+        pulls = [pull for key, pull in self.pulls.items() if not isinstance(key, OwnKey)]
         failed = sum(bool(pull.error) for pull in pulls)
         return len(pulls) - failed + len(self._shared), failed
 

@@ -12,7 +12,6 @@ fails.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from kvcache.replica.block_table import BlockTable, PageCopy
 from transfer.plan.boxes import Group
 from transfer.plan.intersection import Ints
 from transfer.plan.page_lists import NOTHING, PageLists
-from transfer.pull.pull_state import PullEvent, PullShare, ReplicaPull
+from transfer.pull.pull_state import OwnKey, PullEvent, PullShare, ReplicaPull
 from transfer.pull.source import Place, Source
 
 ONE_SOURCE_BYTES = 1 << 20
@@ -327,10 +326,8 @@ def _of_tokens(pages: ArrayLike, begin: int, first: int, stop: int, page_size: i
 class SharedPulls:
     """Runs the shared pulls of a replica over its single-source pulls, `pulls`. Single-threaded, like the replica."""
 
-    def __init__(self, pulls: PullsOfReplica, prefix: str) -> None:
+    def __init__(self, pulls: PullsOfReplica) -> None:
         self._pulls = pulls
-        self._prefix = prefix  # prefix for the keys of parts
-        self._serial = itertools.count()
         self._open: dict[str, SharedPull] = {}
         self._parts: dict[str, tuple[SharedPull, _SourcePart]] = {}  # by key, until the last event of the part
         # the attribute `seen` of each of the sources that were read most recently
@@ -346,7 +343,7 @@ class SharedPulls:
         """Begins a shared pull: opens a pull from each of its sources."""
         self._open[shared.key] = shared
         for holding in holdings:
-            key = f"{self._prefix}{next(self._serial)} {shared.key}"
+            key = OwnKey(shared.key)
             shared.add(key, holding, holdings[0], self._seen.get(holding.source.place, (0.0, 0.0)))
             self._parts[key] = shared, shared.parts[-1]
         shared.parts.sort(key=lambda part: -part.rate)

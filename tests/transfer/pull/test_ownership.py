@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -630,3 +631,43 @@ def test_an_exchange_that_closes_in_the_midst_gives_the_pages_back_and_no_proof(
     assert reader.idle
     with pytest.raises(UnknownRequestError, match="request 'r': commit_import: the request was never claimed"):
         reader.manager.commit_import(context, pending, None)
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        ("read", "the lease was read before, and this process has told the source that it is done with it"),
+        ("cancelled", "the lease was given back by this process, because an earlier pull had failed: not wanted"),
+        ("refused", "the lease was given back by this process, because an earlier pull had failed: no room"),
+        ("", "the lease expired .it lasts 30 s unless its reader renews it., was ended by the source, or was never"),
+    ],
+)
+def test_a_second_pull_of_an_offer_says_what_has_become_of_its_lease(
+    sides: tuple[Side, Reader], first: str, said: str
+) -> None:
+    source, reader = sides
+    source.compute()
+    offer, table = source.offer(), source.manager.block_table("r")
+    context, pending = reader.reserve(table)
+    over = lambda: any(one.event.lease_id == offer.lease.lease_id for one in source.of(LeaseOver))  # noqa: E731
+    if first == "read":
+        event, proof = reader.pull(source, offer, pending, "first")
+        assert event.error == ""
+        reader.manager.commit_import(context, pending, proof)
+    elif first == "cancelled":
+        reader.open(offer, "first")
+        reader.exchange.cancel_pull(0, "first", "not wanted")
+        assert reader.end(source, "first")[0].error == "not wanted"
+    elif first == "refused":
+        reader.exchange.refuse(0, offer, "no room")
+    else:
+        source.exchange.revoke(offer, "the source's own reason")
+    source.until(over)
+    if first == "read":
+        reader.manager.release("r")
+        reader.manager.reset_prefix_cache()
+        context, pending = reader.reserve(table)
+    event, proof = reader.pull(source, offer, pending, "second")
+    assert proof is None
+    assert re.search(said, event.error), event.error
+    reader.manager.cancel_import(pending)

@@ -372,3 +372,30 @@ def test_a_table_of_another_prompt_is_refused_beside_a_right_one(lender: Any, re
     d.side.manager.release("mine")
     d.side.exchange.refuse(0, lent.source, "test")
     d.all_given_back(p)
+
+
+def test_no_key_of_a_caller_is_taken_for_one_of_the_exchange(lender: Any, reader: Any) -> None:
+    p, q, d = lender("p"), lender("q"), reader()
+    lent, engines = d.ask(p, q), {"p/0", "q/0"}
+    d.links.held |= engines
+    exchange, source = d.side.exchange, lent[0].source
+    unknown = source._replace(lease=source.lease._replace(lease_id=source.lease.lease_id ^ 1))
+    keys = ["\0part 0 k", "\0part 1 k", "\0refused 0", "refusal"]
+    for key in keys:
+        exchange.open_pull(0, key, unknown, 60.0)
+    exchange.refuse(0, unknown, "not wanted")
+    pending = d.begin(lent)
+    d.until(lambda: engines <= d.links.begun.keys())
+    replica = exchange.threads[0].replica
+    assert replica.num_pulls == (1 + len(keys), 0)
+    assert exchange.open_pulls == {"k", *keys}
+    for key in keys:
+        exchange.cancel_pull(0, key, "given up")
+    d.until(lambda: len(d.side.pulls) == len(keys))
+    assert {one.event.key: one.event.error for one in d.side.pulls} == dict.fromkeys(keys, "given up")
+    assert replica.num_pulls == (1, 0)
+    d.side.happened.clear()
+    d.links.held -= engines
+    event = d.end(pending)
+    assert (event.key, event.error) == ("k", "")
+    d.all_given_back(p, q)
