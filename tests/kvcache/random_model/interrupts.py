@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,9 @@ def interrupted(call: Callable[[], T], at: int, error: type[BaseException]) -> t
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal count, done
         if event == "call":
-            if not frame.f_code.co_filename.startswith(_OURS):
+            # A finalizer runs whenever garbage is collected. An error in it is printed, and interrupts nothing.
+            finalizes = frame.f_back is not None and frame.f_back.f_code.co_filename == weakref.__file__
+            if finalizes or not frame.f_code.co_filename.startswith(_OURS):
                 return None
             # Since Python 3.12, opcode events need line events, which take time.
             frame.f_trace_opcodes, frame.f_trace_lines = True, sys.version_info >= (3, 12)
