@@ -1,5 +1,6 @@
 """`PagedKVCacheManager`: the cache manager that a serving loop calls."""
 
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -110,7 +111,8 @@ class PagedKVCacheManager(Uncopied):
         self.fingerprint = self._replicas.fingerprint
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
         self._claims = Claims(self._replicas.each, self._replicas.steps.open)
-        self.contents = PageContents(self._replicas.each, self.fingerprint, self._mark)  # finds pages by content
+        # finds pages by content
+        self.contents = PageContents(self._replicas.each, self.fingerprint, self._mark, self._look_for_reset)
         # Two attributes for decode steps. `_place_of` returns the place of a context. `_capacity` has the number of
         # tokens that the pages at each place can hold.
         self._place_of: Callable[[Any, int], int] = self._claims.bound.get
@@ -118,7 +120,9 @@ class PagedKVCacheManager(Uncopied):
         self._metrics_before = KVCacheMetrics()
         self._reset_endpoint = open_endpoint(zmq_endpoint_base, caching=params.enable_prefix_caching)
         if isinstance(self._mark, CheckedUnderWay):
-            self._mark.check_state = self.check
+            # A weak reference, because a watch knows the mark, and must not keep the manager alive.
+            check = weakref.WeakMethod(self.check)
+            self._mark.check_state = lambda: None if (found := check()) is None else found()
 
     # ---- claiming
 

@@ -4,7 +4,7 @@ A *column* is a position in a row of a block table: column 0 is for the page of 
 column 1 for the page of the next `page_size` tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,16 @@ from kvcache.under_way import UnderWay
 class PageContents(Uncopied):
     """Looks up, lends and imports cached pages of a manager's replicas by their content (`manager.contents`)."""
 
-    def __init__(self, replicas: Sequence[Replica], fingerprint: str, mark: UnderWay) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        fingerprint: str,
+        mark: UnderWay,
+        look_for_reset: Callable[[], None] = lambda: None,
+    ) -> None:
         self._mark = mark
+        # Called before each lookup: a reset of the cache that a message has asked for must come first.
+        self._look_for_reset = look_for_reset
         self._replicas = replicas
         self._fingerprint = fingerprint
 
@@ -57,6 +65,7 @@ class PageContents(Uncopied):
         have it. Pages of another size, or with digests by another algorithm, are never cached.
         """
         replica = self._replicas[self._index("cached", replica_idx)]
+        self._look_for_reset()
         size, algorithm, joined, _ = _checked("cached", wanted)
         width = DIGEST_BYTES[replica.hash_algorithm]
         if (size, algorithm) != (replica.page_size, replica.hash_algorithm) or not joined or len(joined) % width:
@@ -78,6 +87,7 @@ class PageContents(Uncopied):
         """
         self._mark.check("contents.lease")
         replica, digests = self._wanted(name, replica_idx, wanted)
+        self._look_for_reset()
         room = _most(name, most) - replica.pool.beside
         # pages after which the device has a cached state; states in lower tiers cannot be leased
         ends = [states.pages.pool.index.find(digests) != NO_PAGE for states in replica.states]
@@ -112,6 +122,7 @@ class PageContents(Uncopied):
         self._mark.check("contents.bring")
         replica, digests = self._wanted(name, replica_idx, wanted)
         most = _most(name, most)
+        self._look_for_reset()
         with self._mark.changing("contents.bring"):
             return _bring(replica, digests[:most], wanted.first_page)
 
@@ -140,6 +151,7 @@ class PageContents(Uncopied):
         read = read_context(context)
         replica = self._replicas[self._index(f"request {read.request_id!r}", replica_idx)]
         pending = imports.check_pages(replica, read, table, others)
+        self._look_for_reset()
         with self._mark.changing("contents.import_pages", pending):
             return pending if imports.begin_pages(replica, pending, table) else None
 

@@ -258,12 +258,16 @@ class Replica:
         found = self.find(context, row)
         if row in self.rows.private:
             return found
+        first = max(found.first, start // self.page_size)
+        if self.leases.told.item(row) > first * self.page_size:
+            # A copy from below would go into the row's own page, which readers may know already.
+            return found
         # Lower tiers are not looked up here for a request that has pages in several tables. They are looked up after
         # `step`.
         if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):
             last = (context.end_idx - 1) // self.page_size
             if found.end < last:
-                below = self._with_below(row, context, max(found.first, start // self.page_size), last)
+                below = self._with_below(row, context, first, last)
                 # `find` is called again, because a recurrent state may have come to the host in the meantime
                 return below or self.find(context, row)
         return found

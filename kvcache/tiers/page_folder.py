@@ -78,6 +78,7 @@ class PageFolder:
         self._drafts = draft_names()
         self.refusals = FileRefusals()  # how many files were refused, by reason
         self._refused: set[str] = set()
+        self._older: frozenset[str] = frozenset()  # the files that were in a joined folder before this process joined
         try:
             if root.is_symlink() and root.lstat().st_uid not in (os.geteuid(), 0):
                 raise PermissionError(f"{root} is a link that belongs to user {root.lstat().st_uid}")
@@ -96,11 +97,15 @@ class PageFolder:
     def renew(self) -> Path:
         """Begin a new epoch, or join the epoch that another process has begun.
 
-        Returns the old folder, which is to be removed.
+        Returns the old folder, which is to be removed. Files that are already in a joined folder stay unknown: another
+        process may have written them before this reset, with other weights.
         """
         before, current = self.path, self._read_epoch()
+        self._older = frozenset()
         if current not in (None, self._epoch):
             self._epoch = current
+            with contextlib.suppress(OSError):
+                self._older = frozenset(list_folder(self.path))
             return before
         self._epoch = _new_epoch()
         try:
@@ -146,7 +151,7 @@ class PageFolder:
         if first:
             remove_abandoned(self.path, names)
         for name in names:
-            if not _FILE.fullmatch(name):
+            if not _FILE.fullmatch(name) or name in self._older:
                 continue
             seen.add(name)
             if name not in known:

@@ -258,7 +258,12 @@ def test_options_without_effect_cause_a_warning(caplog: pytest.LogCaptureFixture
         assert name in caplog.text
 
 
-@pytest.mark.parametrize("call", ["maybe_reserve", "reserve_batch", "recommend", "prefetch", "import_block_table"])
+_LOOKUPS = ["maybe_reserve", "reserve_batch", "recommend", "prefetch", "import_block_table"]
+
+
+@pytest.mark.parametrize(
+    "call", [*_LOOKUPS, "contents.cached", "contents.lease", "contents.bring", "contents.import_pages"]
+)
 def test_a_reset_comes_before_the_next_lookup(make: Any, tmp_path: Path, call: str) -> None:
     manager, source = make(16, zmq_endpoint_base=f"ipc://{tmp_path}/pw"), make(16)
     tables = []
@@ -267,6 +272,7 @@ def test_a_reset_comes_before_the_next_lookup(make: Any, tmp_path: Path, call: s
         owner.update(1)
         one.step([owner])
         tables.append(one.block_table("owner"))
+    tables.append(source.block_table("owner", full_pages=True))
     manager.release("owner")
     probe = TextContext(range(10), 64, "probe")
     manager.external_claim("probe")
@@ -285,10 +291,19 @@ def test_a_reset_comes_before_the_next_lookup(make: Any, tmp_path: Path, call: s
             "recommend": lambda: manager.get_or_recommend_replica(TextContext(range(9), 64)),
             "prefetch": lambda: manager.prefetch(TextContext(range(9), 64)),
             "import_block_table": lambda: manager.import_block_table(probe, tables[1]),
+            "contents.cached": lambda: manager.contents.cached(0, wanted),
+            "contents.lease": lambda: manager.contents.lease("reader", 0, wanted, 9),
+            "contents.bring": lambda: manager.contents.bring("reader", 0, wanted, 9),
+            "contents.import_pages": lambda: manager.contents.import_pages(probe, 0, full),
         }
+        wanted, full = source.contents.digests(probe), tables[2]
         pending = calls[call]()
     assert resets
     assert probe.start_idx == 0
+    if call in ("contents.cached", "contents.lease"):
+        assert not pending, "pages of before the reset were found"
+    if call == "contents.import_pages":
+        manager.cancel_import(pending)  # type: ignore[arg-type]
     if call == "import_block_table":
         assert pending.tokens == (0, 9)  # type: ignore[attr-defined]
         manager.cancel_import(pending)  # type: ignore[arg-type]

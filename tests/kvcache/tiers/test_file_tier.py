@@ -369,6 +369,32 @@ def test_after_a_reset_no_earlier_page_is_found_even_after_a_restart(served: Mak
     assert served().serve(PROMPT) == 16
 
 
+def test_a_reset_that_joins_a_neighbour_s_folder_finds_none_of_the_files_that_are_in_it(served: Make) -> None:
+    it, neighbour = served(), served()
+    it.manager.reset_prefix_cache()
+    neighbour.manager.reset_prefix_cache()
+    it.manager.reset_prefix_cache()  # once more, say because a message was sent twice: the two are out of step now
+    it.serve(PROMPT)  # with the weights of now
+    down(it)
+    neighbour.manager.reset_prefix_cache()  # new weights
+    assert files_of(neighbour)._folder.path == files_of(it)._folder.path
+    files_of(neighbour)._scanned = 0.0  # looks into the folder again
+    for _ in range(200):
+        files_of(neighbour).tick()
+        time.sleep(0.005)
+    assert not files_of(neighbour)._index.names
+    assert neighbour.serve(PROMPT) == 0
+    it.serve(range(300, 320))  # what comes later is shared
+    down(it)
+    for _ in range(400):
+        files_of(neighbour)._scanned = 0.0
+        files_of(neighbour).tick()
+        time.sleep(0.005)
+        if files_of(neighbour)._index.names:
+            break
+    assert files_of(neighbour)._index.names
+
+
 def test_a_neighbour_that_is_reset_too_shares_files_again(served: Make) -> None:
     it, neighbour = served(), served()
     it.manager.reset_prefix_cache()

@@ -549,3 +549,24 @@ def test_loading_a_page_from_a_lower_tier_evicts_no_page_that_is_needed_with_it(
     assert not tier.to_host(prefix, np.ones((1, 2), np.bool_), 2, wait=False)
     assert (tier.slots(prefix[0]) > 0).all()
     assert tier.slots(words).tolist() == [slots[0], 0, slots[2]]
+
+
+def test_a_copy_from_the_host_never_goes_into_a_page_that_a_block_table_has_named_to_readers(served: Any) -> None:
+    it = served(20, 60)
+    leased = it.claim(PROMPT)
+    leased.set_token_indices(active_idx=SIZE + 2)
+    assert it.manager.maybe_reserve(leased)
+    it.run(leased)
+    lease = it.manager.lease(leased.request_id)
+    table = it.manager.block_table(leased.request_id)
+    named = [*table.groups[0]]
+    it.manager.device_tensors[0][0][named[1]] += 1 << 40  # another KV than the next request computes
+    before = it.manager.device_tensors[0][0][named].clone()
+    it.serve(PROMPT)
+    it.tiers.store_all()
+    it.fill(15)
+    assert it.manager.maybe_reserve(leased)
+    it.manager.fetch([leased])
+    assert torch.equal(it.manager.device_tensors[0][0][named], before)
+    assert leased.start_idx == SIZE + 2
+    it.manager.end_lease(lease)
