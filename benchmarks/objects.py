@@ -89,7 +89,7 @@ def one_round(store: MotoStore, link: SlowLink, page_bytes: int, count: int, nam
     wrote = time.perf_counter() - began
     expect(tier.written == _PROMPTS * PROMPT, "every page was written")
     tier.close()
-    host.pool.forget_idle()
+    host.pool.forget()
     tier = ObjectTier(layout, host, objects, _WAIT_S)  # stands for another process, which has written nothing
     times = [fetch(tier, host, digests) for digests in prompts][1:]
     expect(not tier.refusals, "every page that was read is right")

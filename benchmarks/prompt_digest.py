@@ -47,7 +47,7 @@ def answers(tokens: int, repeats: int) -> list[Row]:
     """Returns the answer of a source about a lease that covers `tokens` tokens."""
     prompt = Prompt(np.random.default_rng(0).integers(0, 150_000, tokens, np.int32))
     blocks = tuple(np.random.default_rng(1).permutation(tokens).tolist()[: -(-tokens // 16)])
-    offer = Offer(LeaseRef(new_lease_id(), 0, 30.0), 1, OfferedPages(prompt, tokens, (blocks,)), offered={0})
+    offer = Offer("r", LeaseRef(new_lease_id(), 0, 30.0), 1, OfferedPages(prompt, tokens, (blocks,)), offered={0})
     query = LeaseQuery(query_id=0, engine_id="p", lease_id=offer.lease.lease_id, num_tokens=tokens)
 
     def leased(query: LeaseQuery) -> LeaseReply:

@@ -254,7 +254,7 @@ def rates_of_tier(folder: Path, page_bytes: int, size: int, make_io: Callable[[A
     rates["write"] = size / (time.perf_counter() - start) / 1e9
     expect(tier.written == pages, "every page was written")
     for case in ("read", "read_cold"):
-        host.pool.forget_idle()
+        host.pool.forget()
         if case == "read_cold":
             drop_cache(folder)
         before = tier.read

@@ -144,15 +144,15 @@ class Rig:
         """Leaves the old prompt's pages only in objects."""
         self.manager.flush_tiers()
         for replica in self.manager._replicas.each:
-            replica.forget_idle()
-        self.manager._replicas.tiers.host.pool.forget_idle()
+            replica.forget()
+        self.manager._replicas.tiers.host.pool.forget()
         return call
 
     def loading(self, call: str) -> Callable[[], object]:
         """Begins to copy the old prompt's pages from host memory to the device, as on a GPU, which copies meanwhile."""
         self.manager.flush_tiers()
         for replica in self.manager._replicas.each:
-            replica.forget_idle()
+            replica.forget()
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Copy, "over", lambda _: False)
             assert self.manager.contents.bring("peer", 0, self.manager.contents.digests(self.old), 99)

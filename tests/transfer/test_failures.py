@@ -42,6 +42,7 @@ OTHER = {
     ("errors.py", "TransferError"): 1,
     ("errors.py", "PullFailedError"): 1,
     ("pull/pull.py", "Puller"): 1,
+    ("pull/replica.py", "ReplicaTransfer"): 1,
 }
 
 

@@ -174,7 +174,7 @@ class ReplicaTransfer:
 
     def _refuse_moved(self, request_id: str) -> None:
         if moved := self.moved:
-            raise PullFailedError(f"request {request_id!r}: {moved}")
+            raise PullFailedError(f"request {request_id!r}: {moved}", FailureKind.OTHER)
 
     def start_clock(self, lease_id: int) -> None:
         """Starts the clock of a lease whose request is computed.

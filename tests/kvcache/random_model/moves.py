@@ -837,7 +837,7 @@ class Moves:
         child, tokens = parent.context.fork(f"r{self.made}"), known(parent)
         full, needed = parent.cached // PAGE_SIZE, pages_of(len(tokens))
         fits = (needed - full) * len(replica.tables) + replica.slab_pages <= replica.free()
-        if fits and replica.least(len(tokens), parent.cached, len(tokens), 1) > replica.num_pages:
+        if replica.least(len(tokens), parent.cached, len(tokens), 1) > replica.num_pages:
             return False
         if refusal := self.fork_refusal(parent):
             try:

@@ -162,7 +162,7 @@ def test_a_wrong_token_is_found_and_shown(
         (["--max-new-tokens", "70000", "--cache-mb", "500"], "the model has positions for only 65,536"),
         (["--json", "{tmp}/none/o.json"], "its folder does not exist"),
         (["--page-size", "x"], "'x' is not a whole number"),
-        (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (["--nonsense"], "unknown option '--nonsense'"),
     ],
 )
 def test_bad_input_is_one_line_and_starts_no_process(

@@ -177,7 +177,7 @@ def test_requests_are_counted_by_their_end_and_invalid_headers_do_no_harm(tmp_pa
                 body = {"model": "tiny", "prompt": [70, 71], "max_tokens": 2, "ignore_eos": True}
                 answer = await client.post("/v1/completions", json=body, headers={"traceparent": header})
                 assert answer.status_code == 200
-            submit = msg.Submit(request_id="left", prompt=tuple(prompt_of(1)), max_new_tokens=400, ignore_eos=True)
+            submit = msg.Submit(request_id="left", prompt=tuple(prompt_of(1)), max_new_tokens=200, ignore_eos=True)
             news = frontend.generate(submit)
             assert (await anext(news)).tokens
             assert frontend.counts.open == 1

@@ -137,7 +137,7 @@ def test_a_request_that_does_not_fit_into_several_tables_fails_without_affecting
 ) -> None:
     service = start({}, {"pages": 16})  # Each of the 64 pages has only one layer.
     assert service.serve([PROMPTS[0], [*HEAD, *HEAD, *HEAD]])[0] == expected[0]
-    assert "as 4 block tables take" in service.ended["r1"].error
+    assert "do not fit: the cache has room for" in service.ended["r1"].error
     service.assert_nothing_held()
 
 
