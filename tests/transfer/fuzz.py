@@ -284,7 +284,7 @@ def run(messages: int, seed: int, say: Callable[[str], None]) -> list[str]:
     """Feeds all targets, and returns the failures. Exceptions other than errors of pagewire pass through."""
     rng = random.Random(seed)
     ranks = tuple(sealed_rank(rank_metadata(rank), KEY) for rank in range(2))
-    offer = Offer(LeaseRef(5, 1, 9.0), 1, OfferedPages(Prompt(range(20)), 20, ((3, 4),)), offered={0})
+    offer = Offer("r", LeaseRef(5, 1, 9.0), 1, OfferedPages(Prompt(range(20)), 20, ((3, 4),)), offered={0})
     config = WorkerConfig(engine_id="p", incarnation="p1", groups=(), model="m")
     card = EngineCard("p", "p1", ranks, {"model": "m"}, lambda query: offer.answer(query, config, KEY))
     wrong: list[str] = []
