@@ -1,7 +1,6 @@
 """`Replicas`: splits a call for a batch among the replicas, and carries it out on each of them."""
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -37,7 +36,6 @@ from kvcache.tiers.tiers import Tiers, divide_tiers, page_tiers, state_tiers
 from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID
 from kvcache.under_way import UnderWay
 
-_log = logging.getLogger("pagewire")
 _FETCH, _STEP = ("fetch", None), ("step", None)
 
 

@@ -83,7 +83,11 @@ class Gathered:
             return
         self.actives: Ints = np.fromiter([context.active_idx for context in contexts], np.int64, count)
         self.ends: Ints = np.fromiter([context.current_length for context in contexts], np.int64, count)
-        if np.count_nonzero(self.starts > self.actives) or np.count_nonzero(self.actives > self.ends):
+        if count == 1:  # comparing two items takes a fifth of the time of comparing two arrays
+            ordered = self.starts.item(0) <= self.actives.item(0) <= self.ends.item(0)
+        else:
+            ordered = not (np.count_nonzero(self.starts > self.actives) or np.count_nonzero(self.actives > self.ends))
+        if not ordered:
             at = int(((self.starts > self.actives) | (self.actives > self.ends)).argmax())
             raise InvalidRequestError(
                 f"request {contexts[at].request_id!r}: start {self.starts[at]}, active {self.actives[at]}, end "
