@@ -132,10 +132,10 @@ class ReplicaHints(PageReader):
             baseline.touch(words)
 
     def reset(self) -> None:
+        """Empty the baselines, because the cache is empty now."""
         for baseline in self._baselines:
             baseline.clear()
         self._expected.clear()  # no request of before will find what the baselines expected
-        self._begin_with_what_is_there()
 
     def begin_orders(self) -> None:
         """Let pages and states follow hints again after an interrupt, if there was a hint before.

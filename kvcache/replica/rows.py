@@ -121,8 +121,8 @@ class BlockRows:
         self.counted = np.zeros(rows, np.int64)  # for each row, how many of its tokens the metrics have counted
         # the rows of this replica, as views of the arrays of all replicas
         self.capacity, self.cached, self.commit_at = every.capacity[own], every.cached[own], every.commit_at[own]
-        # The rows whose requests ran before the last reset of the cache. What they compute stays theirs: they neither
-        # publish pages nor use cached pages, as if caching were off. A reset makes a row private, `unbind` ends it.
+        # The rows that had pages at a reset of the cache, and their forks. They neither publish pages nor use cached
+        # pages, as if caching were off. `unbind` removes a row.
         self.private: set[int] = set()
         self.request_ids: list[RequestID | None] = [None] * rows
         self.row_of: dict[RequestID, int] = {}
