@@ -31,8 +31,12 @@ def all_tokens(answer: Answer) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def pair(servers: Any, model: Callable[..., Path]) -> Pair:
-    """On this decode server, a request that cannot be loaded fails."""
-    settings = Settings(model("llama"), extra=EXTRA, number=9)
+    """On this decode server, a request that cannot be loaded fails.
+
+    No prompt of one client takes two steps: on a CPU, the engine of vLLM 0.32 ends if a prompt whose sampling has a seed
+    takes several, because vLLM then turns back a generator that cannot be turned back.
+    """
+    settings = Settings(model("llama"), extra=EXTRA, number=9, chunk=8192)
     return servers.pair(settings, replace(settings, number=10))
 
 
@@ -79,7 +83,7 @@ def test_several_prompts_in_one_request_are_all_answered(pair: Pair) -> None:
 def test_samples_and_prompts_of_many_clients_at_once(pair: Pair) -> None:
     numbers = random.Random("many")
     asked: list[tuple[Sequence[Any], dict[str, Any]]] = [
-        (new_prompt(numbers, numbers.randrange(20, 600)), {"n": numbers.randrange(1, 6), "seed": 1, "temperature": 1.0})
+        (new_prompt(numbers, numbers.randrange(20, 600)), {"n": numbers.randrange(1, 6), "temperature": 1.0})
         for _ in range(24)
     ]
     asked += [([new_prompt(numbers), new_prompt(numbers, 50)], {}) for _ in range(8)]
