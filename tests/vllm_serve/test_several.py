@@ -33,8 +33,8 @@ def all_tokens(answer: Answer) -> list[list[int]]:
 def pair(servers: Any, model: Callable[..., Path]) -> Pair:
     """On this decode server, a request that cannot be loaded fails.
 
-    No prompt of one client takes two steps: on a CPU, the engine of vLLM 0.32 ends if a prompt whose sampling has a seed
-    takes several, because vLLM then turns back a generator that cannot be turned back.
+    A prompt of a single client takes one step. On a CPU, the engine of vLLM 0.32 ends if a prompt whose sampling has a
+    seed takes several steps, because vLLM then turns back a generator that cannot be turned back.
     """
     settings = Settings(model("llama"), extra=EXTRA, number=9, chunk=8192)
     return servers.pair(settings, replace(settings, number=10))
