@@ -29,6 +29,7 @@ from scheduler_adapters.vllm.config import read_options, worker_config
 from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
 from scheduler_adapters.vllm.samples import FirstSample, SharedLeases, SharedLoads, is_later_prompt
 from scheduler_adapters.vllm.versions import OURS, VLLM
+from scheduler_adapters.vllm.weights import named_adapter
 from transfer.connector.metadata import WorkerOutput
 from transfer.connector.scheduler import NixlConnectorScheduler
 from transfer.errors import EngineClosedError, InvalidEngineError, TransferError, TransferParamsError
@@ -454,9 +455,9 @@ def prompt_of(request: Request, num_tokens: int) -> Prompt:
     """Returns the first tokens of a request, its salt, and the keys of its adapter, images and embeddings.
 
     The request's KV depends on nothing else, because vLLM's block hashes have the same inputs. Here each input belongs
-    to a position instead of a block. An adapter is represented by its name alone, because its file may have another
-    path on the other side. An image or embedding is represented by vLLM's identifier, a hash of its content and of the
-    model's name.
+    to a position instead of a block. An adapter is represented by its name and a digest of its files, because they may
+    have another path on the other side. An image or embedding is represented by vLLM's identifier, a hash of its
+    content and of the model's name.
     """
     # A list that is first converted to an `array` takes a third of the time of a direct conversion.
     token_ids = np.array(array("i", request.all_token_ids[:num_tokens]), np.int32)
@@ -466,4 +467,5 @@ def prompt_of(request: Request, num_tokens: int) -> Prompt:
     if request.prompt_embeds is not None:
         rows = request.prompt_embeds[:num_tokens].contiguous().view(torch.uint8).numpy()
         keys += [(position, b"row " + hashlib.sha256(row).digest()) for position, row in enumerate(rows)]
-    return Prompt(token_ids, request.cache_salt or "", tuple(keys))
+    adapters = (named_adapter(request.lora_request),) if request.lora_request else ()
+    return Prompt(token_ids, request.cache_salt or "", tuple(keys), adapters)

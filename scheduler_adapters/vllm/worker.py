@@ -13,6 +13,7 @@ from scheduler_adapters.vllm.groups import one_spec
 from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
 from scheduler_adapters.vllm.proof import prove
 from scheduler_adapters.vllm.stats import PullStats, pull_stats
+from scheduler_adapters.vllm.weights import WeightsWatch
 from transfer.connector.cache_layout import Cache
 from transfer.connector.config import WorkerConfig, check_config
 from transfer.connector.metadata import WorkerOutput
@@ -37,6 +38,7 @@ class WorkerSide:
         # An unsupported config is refused before there are caches.
         check_config(worker_config(vllm_config, kv_cache_config, {}))
         self._worker: NixlConnectorWorker | None = None
+        self._weights: WeightsWatch | None = None
         self._copy: Any = None
         self._waits = StepMetadata()  # the requests whose load or lease vLLM waits for
         self._sent: set[str] = set()  # requests whose lease ended before vLLM began to wait for its end
@@ -57,6 +59,7 @@ class WorkerSide:
         if self._copy is not None:
             self._worker.set_host_xfer_buffer_ops(self._copy)
         self._worker.register_kv_caches(moved_as)
+        self._weights = WeightsWatch(self._worker.set_weights)
         for thread in self._worker.threads:
             thread.replica.timed = self._vllm_config.observability_config.otlp_traces_endpoint is not None
 
@@ -148,6 +151,6 @@ class WorkerSide:
 
     def close(self) -> None:
         """Ends every lease and load, and releases the caches. Safe to call twice."""
-        worker, self._worker = self._worker, None
+        worker, self._worker, self._weights = self._worker, None, None
         if worker is not None:
             worker.shutdown()

@@ -58,6 +58,7 @@ class Settings:
         max_tokens: the largest number of tokens that a request may have.
         blocks: blocks of the pool; 0 for as many as hold 16,384 tokens.
         prefix_cache: whether vLLM's own prefix cache is on.
+        more: further arguments.
     """
 
     model: Path
@@ -72,6 +73,7 @@ class Settings:
     max_tokens: int = 2048
     blocks: int = 0
     prefix_cache: bool = True
+    more: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> list[str]:
@@ -95,7 +97,7 @@ class Settings:
         plain = ["--enforce-eager", "--disable-uvicorn-access-log"]
         if not self.prefix_cache:
             plain.append("--no-enable-prefix-caching")
-        return [*plain, *(str(part) for pair in found.items() for part in pair)]
+        return [*plain, *self.more, *(str(part) for pair in found.items() for part in pair)]
 
 
 def free_port() -> int:
@@ -201,11 +203,16 @@ class Server(Process):
         """Returns the fraction of the server's blocks that were held after its last step."""
         return self.metrics()["vllm:kv_cache_usage_perc"]
 
+    def post(self, path: str, **body: Any) -> None:
+        """Calls one of vLLM's endpoints for development."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), headers)  # noqa: S310
+        with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310
+            assert answer.status == 200
+
     def forget(self) -> None:
         """Drops the server's prefix cache. No request may be using it."""
-        request = urllib.request.Request(f"{self.url}/reset_prefix_cache", method="POST")  # noqa: S310
-        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
-            assert answer.status == 200
+        self.post("/reset_prefix_cache")
 
     def wait_empty(self, timeout: float = 3 * LEASE + 10) -> None:
         """Waits until no block is held."""

@@ -97,6 +97,8 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
         unwritten: by request and group, where the unwritten tokens end: the first token that the load did write. A
             group is listed only if its blocks also hold earlier tokens that this engine lacks and that the load did not
             write. The request is in `received` at the same time.
+        weights: identifies the weights that the rank has had since its last output, if they have changed. The leases of
+            the same output were granted with these weights.
     """
 
     offered: dict[str, str] = {}
@@ -106,6 +108,7 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
     block_ids_with_errors: set[int] = set()
     times: dict[str, tuple[float, float]] = {}
     unwritten: dict[str, dict[int, int]] = {}
+    weights: dict[str, str] = {}
 
     def __bool__(self) -> bool:
         """Whether there is any event."""

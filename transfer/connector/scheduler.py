@@ -20,7 +20,7 @@ from transfer.connector.metadata import ConnectorMetadata, LoadRequest, Progress
 from transfer.connector.transfer_params import TransferParams, params_of, pointer_in, read_params
 from transfer.errors import HandshakeError, InvalidLeaseError, InvalidTransferError, TransferParamsError
 from transfer.pull.lease import LEASE_SLOTS, LeaseRef, LeaseSlots
-from transfer.wire.handshake import EngineCard, HandshakeServer
+from transfer.wire.handshake import EngineCard, HandshakeServer, differences
 from transfer.wire.keys import Keyring
 from transfer.wire.messages import LeasedPages, LeaseQuery, LeaseRefusal, LeaseReply, Wanted, sealed_pages
 from transfer.wire.prompt import Prompt
@@ -64,6 +64,7 @@ class Offer:
     reason: str = "read"  # why the lease has ended: "read", or the first other reason that a rank has given
     aborted: bool = False  # whether the scheduler has asked for the lease to end
     engines: int = 1  # how many reading engines must finish before the lease ends
+    weights: dict[str, str] = field(default_factory=dict[str, str])  # the weights that the pages are computed with
     refused_by: set[str] = field(default_factory=set[str])  # the reading engines that have refused it here
 
     @property
@@ -105,6 +106,7 @@ class Offer:
             num_tokens=held.num_tokens,
             block_ids=held.block_ids,
             prompt_digest=held.prompt.digest(count),
+            named=dict(held.prompt.named) | self.weights,
         )
         return LeaseReply(query_id=query.query_id, pages=sealed_pages(pages, key))
 
@@ -155,6 +157,7 @@ class NixlConnectorScheduler(Uncopied):
         self._offers: dict[str, Offer] = {}
         self._by_lease: dict[int, Offer] = {}
         self._loads: dict[str, _Load] = {}
+        self._weights: dict[int, dict[str, str]] = {}  # by rank: the weights that it has reported last
         self._refusals: deque[LeaseRefusal] = deque(maxlen=LEASE_SLOTS)  # written by the handshake server's thread
 
     def set_handshake_metadata(self, ranks: Mapping[int, bytes], fingerprint: Mapping[str, str] | None = None) -> str:
@@ -474,18 +477,33 @@ class NixlConnectorScheduler(Uncopied):
         if not 0 <= rank < self.config.ranks:
             raise InvalidTransferError(f"got the output of rank {rank}; there are ranks 0 to {self.config.ranks - 1}")
         progress = Progress()
+        if output.weights:
+            self._on_weights(rank, output.weights)
         for request_id, error in output.offered.items():
             if error:
                 self.abort(request_id, "not granted by every rank")
                 self._lease_over(rank, request_id, error, progress)
             elif (offer := self._offers.get(request_id)) is not None:
                 offer.offered.add(rank)
+                offer.weights = self._weights.get(rank, {})
                 if self.is_offered(request_id):
                     progress.offered.add(request_id)
         for request_id, reason in output.sent.items():
             self._lease_over(rank, request_id, reason, progress)
         self._book_loads(rank, output, progress)
         return progress
+
+    def _on_weights(self, rank: int, weights: dict[str, str]) -> None:
+        """Records a rank's weights. If they have changed, ends the leases that the rank granted before.
+
+        The requests of some of these leases may have computed a part of their pages with each of the weights.
+        """
+        before, self._weights[rank] = self._weights.get(rank, {}), weights
+        if before == weights:
+            return
+        for request_id, offer in self._offers.items():
+            if rank in offer.offered and not offer.aborted:
+                self.abort(request_id, f"the weights have changed: {differences(before, weights, ('now', 'before'))}")
 
     def _lease_over(self, rank: int, request_id: str, reason: str, progress: Progress) -> None:
         """Records that a lease has ended on one rank.

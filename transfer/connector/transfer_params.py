@@ -77,7 +77,8 @@ class TransferParams(_Pointer, frozen=True, kw_only=True, rename=_NAMES):
         is shorter.
         """
         num_tokens = min(self.num_tokens, len(prompt.token_ids))
-        return Wanted(self.address, self.engine_id, int(self.lease_id, 16), num_tokens, prompt.digest(num_tokens))
+        digest, lease_id = prompt.digest(num_tokens), int(self.lease_id, 16)
+        return Wanted(self.address, self.engine_id, lease_id, num_tokens, digest, prompt.named)
 
 
 def params_of(params: TransferParams) -> dict[str, Any]:

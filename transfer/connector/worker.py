@@ -134,6 +134,17 @@ class NixlConnectorWorker(Uncopied):
         # NIXL agent that is still open would then abort the process.
         self._close = weakref.finalize(self, self._thread.close)
 
+    def set_weights(self, weights: Mapping[str, str]) -> None:
+        """Tells which weights the engine has. Call this after `register_kv_caches`, and whenever the weights change.
+
+        From then on, this rank refuses leases that were computed with other weights. The scheduler's side ends the
+        leases that were granted before.
+
+        Args:
+            weights: names and values, such as a digest of the checkpoint. They must not depend on the rank.
+        """
+        self._running().replica.weights = self._book.output.weights = dict(weights)
+
     def initialize_host_xfer_buffer(self, kv_caches: Mapping[str, Cache]) -> HostBuffers:
         """Allocates host memory as large as the caches.
 

@@ -9,7 +9,7 @@ import heapq
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,7 +26,7 @@ from transfer.pull.lease import Lease, LeaseBook, LeaseRef
 from transfer.pull.pull_state import OwnKey, PullEvent, Reading, ReplicaPull
 from transfer.pull.rank import RankTransfer
 from transfer.pull.shared_pull import SharedPull, SharedPulls, SourcePages
-from transfer.pull.source import Place, Source, check_tokens, source_in
+from transfer.pull.source import NO_WEIGHTS, Place, Source, check_tokens, source_in
 from transfer.stats import TransferStats
 from transfer.wire.handshake import HandshakeClient
 from transfer.wire.messages import Answer, LeaseQuery, LeaseRefusal, LeaseReply, ReaderNote, Wanted
@@ -100,6 +100,8 @@ class ReplicaTransfer:
         leases: the leases that all ranks have granted.
         stats: counters, and records of the last pulls.
         directory: the sources that this replica knows.
+        weights: identifies the weights that the engine has now. A lease that was computed with others is not read.
+            Replaced as a whole by the owner, on any thread.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class ReplicaTransfer:
         self.leases = LeaseBook([rank.words for rank in self.ranks], clock)
         self._times = Times(**times)
         self.directory = Directory(self.ranks, client, self._times, clock, self._start_all, self._fail_all)
+        self.weights: Mapping[str, str] = NO_WEIGHTS
         self._page_bytes = _page_bytes(self.ranks)
         self._reads_expected = 0  # how many times a reader may have begun to read under a lease
         self._needs_polls = reaches_other_hosts(effective_settings(self.ranks[0].memory_type))
@@ -328,9 +331,10 @@ class ReplicaTransfer:
             if self._pulls.get(key) is pull and not pull.error:
                 self._on_answer(key, wanted, answer)
 
-        address, engine_id, lease_id, num_tokens, _ = wanted
-        query = LeaseQuery(query_id=0, engine_id=engine_id, lease_id=lease_id, num_tokens=num_tokens)
-        self._client.ask(address, query, done, self._times.handshake_timeout_s)
+        query = LeaseQuery(
+            query_id=0, engine_id=wanted.engine_id, lease_id=wanted.lease_id, num_tokens=wanted.num_tokens
+        )
+        self._client.ask(wanted.address, query, done, self._times.handshake_timeout_s)
 
     def _on_answer(self, key: str, wanted: Wanted, answer: Answer | TransferError) -> None:
         pull, where = self._pulls[key], f"request {key!r}"
@@ -358,7 +362,7 @@ class ReplicaTransfer:
             return
         try:
             if not pull.refusal:
-                check_tokens(f"request {key!r}", wanted, pages)
+                check_tokens(f"request {key!r}", wanted, pages, self.weights)
         except TransferError as error:
             self._give_back(key, error.failure)
             return

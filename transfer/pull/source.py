@@ -7,6 +7,8 @@ back.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, NamedTuple, TypeAlias
 
 from msgspec import Meta
@@ -14,7 +16,11 @@ from msgspec import Meta
 from transfer.errors import PullFailedError
 from transfer.failures import FailureKind
 from transfer.pull.lease import LeaseRef
+from transfer.wire.handshake import differences
 from transfer.wire.messages import LeasedPages, Wanted, open_pages
+
+NO_WEIGHTS: Mapping[str, str] = MappingProxyType({})
+"""Identifies no weights."""
 
 Place: TypeAlias = tuple[str, str]
 """The ZMQ endpoint of a handshake server, and the id of the engine that is expected there."""
@@ -53,8 +59,17 @@ def source_in(wanted: Wanted, data: bytes, key: bytes) -> tuple[Source, LeasedPa
     return Source(wanted.address, wanted.engine_id, lease, pages.incarnation), pages
 
 
-def check_tokens(where: str, wanted: Wanted, pages: LeasedPages) -> None:
-    """Raises `PullFailedError` if a lease holds the pages of another prompt. The message has both digests."""
+def check_tokens(where: str, wanted: Wanted, pages: LeasedPages, weights: Mapping[str, str] = NO_WEIGHTS) -> None:
+    """Raises `PullFailedError` if a lease holds the pages of another prompt, adapter or model.
+
+    The message has both values. `weights` identifies the reader's own weights.
+    """
+    if differ := differences({**dict(wanted.named), **weights}, pages.named):
+        raise PullFailedError(
+            f"{where}: lease {wanted.lease_id:#018x} of engine {wanted.engine_id!r} holds pages of another model: "
+            f"{differ}",
+            FailureKind.REFUSED,
+        )
     if pages.prompt_digest != wanted.digest:
         raise PullFailedError(
             f"{where}: lease {wanted.lease_id:#018x} of engine {wanted.engine_id!r} holds the pages of another prompt: "

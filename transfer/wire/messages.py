@@ -127,6 +127,7 @@ class Wanted(NamedTuple):
         lease_id: the lease under which the source holds the pages.
         num_tokens: how many tokens to read at most, counted from the first token of the request.
         digest: the reader's own digest of these tokens and of everything else that their KV depends on.
+        named: as in the reader's own `Prompt`.
     """
 
     address: str
@@ -134,6 +135,7 @@ class Wanted(NamedTuple):
     lease_id: int
     num_tokens: int
     digest: bytes
+    named: tuple[tuple[str, str], ...] = ()
 
     @property
     def place(self) -> tuple[str, str]:
@@ -247,6 +249,7 @@ class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True,
             query names the number of tokens. In the answer to a `ContentQuery`, this field is the digest of the last
             page.
         table_seal: seal of the block table that a reader builds from the pages of a `ContentQuery`.
+        named: what else the pages depend on: `Prompt.named`, and the weights if the engine has reported them.
         digest: keyed digest over all other fields. `sealed_pages` fills it in.
     """
 
@@ -259,6 +262,7 @@ class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True,
     block_ids: tuple[tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...], ...]
     prompt_digest: bytes
     table_seal: Annotated[bytes, Meta(max_length=64)] = b""
+    named: dict[str, str] = {}
     digest: bytes = b""
 
 

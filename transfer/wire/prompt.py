@@ -26,11 +26,14 @@ class Prompt(NamedTuple):
         salt: requests with different salts share no pages.
         keys: pairs `(position, key)`. From the token at `position` on, the KV also depends on the key: an adapter, or
             the content of an image.
+        named: pairs `(name, value)` of further things that the KV depends on, such as the digest of an adapter's files.
+            They are no part of `digest`. They are compared one by one, so that an error can name the difference.
     """
 
     token_ids: Sequence[int] | NDArray[np.int32]
     salt: str = ""
     keys: tuple[tuple[int, bytes], ...] = ()
+    named: tuple[tuple[str, str], ...] = ()
 
     def digest(self, num_tokens: int) -> bytes:
         """Returns 32 bytes that identify the first `num_tokens` tokens, the salt, and all keys at these tokens.

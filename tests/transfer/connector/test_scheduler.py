@@ -158,6 +158,30 @@ def test_other_requests_with_the_same_prompt_can_name_the_same_lease(make: Any) 
         source.pointer("r", 20)
 
 
+def test_weights_that_change_end_the_leases_that_were_granted_before(make: Any) -> None:
+    source = make(tp=2)
+
+    def told(rank: int, weights: str, **changes: Any) -> dict[str, str]:
+        source.update(rank, WorkerOutput(weights={"weights": weights}, **changes))
+        return source.build_metadata().reqs_not_processed
+
+    source.offer("r")
+    source.build_metadata()
+    assert told(0, "a", offered={"r": ""}) == {}, "the lease was granted with these weights"
+    assert told(1, "a", offered={"r": ""}) == {}
+    made = source.params("r", PROMPT._replace(named=(("adapter", "poet"),)), [[5, 6, 7]], 20)
+    pages = open_pages(answer(source, made).pages, "p", int(made["lease_id"], 16))
+    assert pages.named == {"adapter": "poet", "weights": "a"}
+    assert told(0, "a") == {}
+    assert told(0, "b") == {"r": "the weights have changed: weights: 'b' now, 'a' before"}
+    assert told(1, "b") == {}
+    assert answer(source, made).is_over
+    offered(source, "s")
+    wanted = source.read("d", made, PROMPT._replace(named=(("adapter", "poet"),)))
+    assert wanted is not None
+    assert wanted.named == (("adapter", "poet"),)
+
+
 def test_a_load_that_was_given_up_is_about_to_end(make: Any) -> None:
     source, reader = make(), make()
     offered(source)

@@ -9,7 +9,7 @@ import pytest
 
 from transfer.connector.transfer_params import TransferParams, params_of, pointer_in, read_params
 from transfer.errors import TransferError, TransferParamsError
-from transfer.wire.messages import MAX_TOKENS
+from transfer.wire.messages import MAX_TOKENS, Wanted
 from transfer.wire.prompt import Prompt
 
 MADE = TransferParams(
@@ -42,7 +42,7 @@ def test_the_keys_are_those_that_other_connectors_and_proxies_know() -> None:
 @pytest.mark.parametrize(("tokens", "wanted"), [(39, 39), (40, 40), (41, 40)])
 def test_a_reader_asks_for_the_pages_of_its_own_prompt(tokens: int, wanted: int) -> None:
     prompt = Prompt(range(tokens), "salt")
-    assert MADE.wanted(prompt) == ("tcp://10.0.0.7:5600", "p", (1 << 64) - 1, wanted, prompt.digest(wanted))
+    assert MADE.wanted(prompt) == Wanted("tcp://10.0.0.7:5600", "p", (1 << 64) - 1, wanted, prompt.digest(wanted))
 
 
 def test_an_ipv6_address_and_a_host_name_are_addresses() -> None:
@@ -143,7 +143,7 @@ POINTER = {"remote_engine_id", "remote_host", "remote_port", "lease_id"}
 @pytest.mark.parametrize(("key", "value"), [bad[:2] for bad in BAD], ids=[str(number) for number in range(len(BAD))])
 def test_a_lease_can_be_given_back_by_params_that_name_it_whatever_else_they_say(key: str, value: Any) -> None:
     found = pointer_in(GOOD | {key: value})
-    assert found == (None if key in POINTER else ("tcp://10.0.0.7:5600", "p", (1 << 64) - 1, 0, b""))
+    assert found == (None if key in POINTER else Wanted("tcp://10.0.0.7:5600", "p", (1 << 64) - 1, 0, b""))
 
 
 @pytest.mark.parametrize("missing", GOOD)

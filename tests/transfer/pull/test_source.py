@@ -50,6 +50,29 @@ def test_pages_of_other_tokens_are_refused_with_both_digests() -> None:
     assert "first 20 tokens is 0101010101010101, but the request's is " + WANTED.digest.hex()[:16] in text
 
 
+@pytest.mark.parametrize(
+    ("theirs", "adapters", "weights", "told"),
+    [
+        ({}, {}, {"weights": "a"}, "weights: None at the source, 'a' at the reader"),
+        ({"weights": "a"}, {}, {}, "weights: 'a' at the source, None at the reader"),
+        ({"weights": "a"}, {}, {"weights": "b"}, "weights: 'a' at the source, 'b' at the reader"),
+        ({"poet": "a"}, {"poet": "b"}, {}, "poet: 'a' at the source, 'b' at the reader"),
+        ({"poet": "a", "weights": "w"}, {"poet": "a"}, {"weights": "w"}, ""),
+    ],
+)
+def test_pages_of_other_weights_or_adapters_are_refused_by_name(
+    theirs: dict[str, str], adapters: dict[str, str], weights: dict[str, str], told: str
+) -> None:
+    wanted, pages = WANTED._replace(named=tuple(adapters.items())), msgspec.structs.replace(PAGES, named=theirs)
+    _, found = source_in(wanted, sealed_pages(pages, KEY), KEY)
+    if not told:
+        check_tokens("request 'r'", wanted, found, weights)
+        return
+    with pytest.raises(PullFailedError) as raised:
+        check_tokens("request 'r'", wanted, found, weights)
+    assert str(raised.value).endswith(f"of engine 'p' holds pages of another model: {told}")
+
+
 @pytest.mark.parametrize("change", [{"lease_id": 0xABD}, {"engine_id": "q"}], ids=str)
 def test_an_answer_about_another_lease_or_engine_is_refused(change: dict[str, Any]) -> None:
     other = sealed_pages(msgspec.structs.replace(PAGES, **change), KEY)

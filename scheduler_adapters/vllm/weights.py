@@ -1,0 +1,153 @@
+"""Identifies the weights and adapters that an engine has loaded after its start, by the files that they come from.
+
+The handshake compares the model's name when two engines first meet. vLLM can load other weights later, and adapters of
+one name can have other weights at the two sides. Each hand-over therefore also compares the digests of these files.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+_OF_ADAPTER = ("adapter_*", "new_embeddings.*")
+_OF_CHECKPOINT = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_WHOLE_BYTES = 256 << 20
+"""Up to this size, a file is read as a whole. Of a larger one, `_PARTS` parts of `_PART_BYTES` are read."""
+_PARTS, _PART_BYTES = 1024, 64 << 10
+
+
+def digest_of_files(files: Iterable[Path]) -> str:
+    """Returns a digest of the names and contents of files; empty if there are none."""
+    found, ordered = hashlib.blake2b(digest_size=16), sorted(files, key=lambda file: file.name)
+    for file in ordered:
+        with file.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            found.update(f"{file.name}\0{size}\0".encode(errors="surrogateescape"))
+            whole = size <= _WHOLE_BYTES
+            for part in range(1 if whole else _PARTS):
+                opened.seek(part * (size - _PART_BYTES) // (_PARTS - 1) if part else 0)
+                found.update(opened.read(size if whole else _PART_BYTES))
+    return found.hexdigest() if ordered else ""
+
+
+def _files(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return [file for pattern in patterns for file in folder.glob(pattern) if file.is_file()]
+
+
+def named_adapter(lora: LoRARequest) -> tuple[str, str]:
+    """Returns the name of an adapter and what identifies its weights, as a pair for `Prompt.named`.
+
+    The folder may have another path on the other side. It is read once, when the first request names the adapter, as
+    vLLM does. If vLLM reloads the adapter in place, its folder is read whenever a file has changed.
+    """
+    return f"adapter {lora.lora_name!r}", _digest_of_adapter(lora.lora_int_id, lora.lora_path, _changes(lora))
+
+
+def _changes(lora: LoRARequest) -> tuple[tuple[str, int, int], ...]:
+    if not lora.load_inplace:
+        return ()
+    files = _files(_folder(lora.lora_path), _OF_ADAPTER)
+    return tuple(sorted((file.name, (at := file.stat()).st_mtime_ns, at.st_size) for file in files))
+
+
+def _folder(path: str) -> Path:
+    from vllm.lora.utils import get_adapter_absolute_path  # noqa: PLC0415  (slow, and only engines with adapters need it)
+
+    return Path(get_adapter_absolute_path(path))
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest_of_adapter(lora_int_id: int, path: str, changes: tuple[tuple[str, int, int], ...]) -> str:
+    del lora_int_id, changes  # vLLM gives each adapter that it loads a new id
+    try:
+        found = digest_of_files(_files(_folder(path), _OF_ADAPTER))
+    except OSError:
+        found = ""
+    return f"files {found}" if found else f"unreadable files of {path}"
+
+
+class LoadedWeights:
+    """What identifies the weights of a worker since vLLM has reloaded or updated them.
+
+    Attributes:
+        named: empty until then. All ranks have the same names and values.
+    """
+
+    def __init__(self) -> None:
+        self.named: dict[str, str] = {}
+        self._loaded, self._updates = "as at the start", 0
+
+    def reloaded(self, path: str) -> None:
+        """Records that all weights were read from a checkpoint."""
+        try:
+            found = digest_of_files([Path(path)] if Path(path).is_file() else _files(Path(path), _OF_CHECKPOINT))
+        except OSError:
+            found = ""
+        self._loaded, self._updates = f"checkpoint {found}" if found else f"reloaded from {path}", 0
+        self._name()
+
+    def updated(self) -> None:
+        """Records that weights came from memory, so that only the number of updates can be compared."""
+        self._updates += 1
+        self._name()
+
+    def _name(self) -> None:
+        updates = f", then {self._updates} updates from memory" if self._updates else ""
+        self.named = {"weights": self._loaded + updates}
+
+
+_watching: weakref.WeakSet[WeightsWatch] = weakref.WeakSet()
+_wrapped: set[str] = set()  # the methods of vLLM's worker that are wrapped in this process
+
+
+class WeightsWatch:
+    """Calls a function when a worker of this process has reloaded or updated its weights.
+
+    vLLM does not tell its connectors. The methods of its worker are therefore wrapped, once in a process.
+
+    Args:
+        changed: gets what identifies the new weights. It runs on the thread of the worker.
+    """
+
+    def __init__(self, changed: Callable[[dict[str, str]], object]) -> None:
+        self.weights = LoadedWeights()
+        self._changed = changed
+        _wrap_worker()
+        _watching.add(self)
+
+    def on_reload(self, path: str, *, from_memory: bool) -> None:
+        """Called after the worker's method."""
+        if from_memory:
+            self.weights.updated()
+        else:
+            self.weights.reloaded(path)
+        self._changed(self.weights.named)
+
+
+def _wrap_worker() -> None:
+    from vllm.v1.worker.gpu_worker import Worker  # noqa: PLC0415  (the workers of all devices inherit it)
+
+    for name in {"reload_weights", "finish_weight_update"} - _wrapped:
+        setattr(Worker, name, _told(getattr(Worker, name), always_from_memory=name == "finish_weight_update"))
+        _wrapped.add(name)
+
+
+def _told(method: Callable[..., Any], *, always_from_memory: bool) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(worker: Any, *args: Any, **options: Any) -> Any:
+        found = method(worker, *args, **options)
+        given = args[0] if args else options.get("weights_iterator")
+        from_memory = always_from_memory or given is not None
+        for watch in list(_watching):
+            watch.on_reload(str(worker.vllm_config.model_config.model), from_memory=from_memory)
+        return found
+
+    return run

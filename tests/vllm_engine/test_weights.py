@@ -1,0 +1,160 @@
+"""Weights and adapters are part of each hand-over: they are identified by the files that vLLM has loaded them from."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from scheduler_adapters.vllm import weights
+from scheduler_adapters.vllm.weights import LoadedWeights, digest_of_files, named_adapter
+from tests.vllm_engine.engine import Engine, Shape, expected_tokens, make_request, run_until
+from tests.vllm_engine.test_engine import PREFILL, PROMPT, assert_empty, prefilled
+
+Make = Callable[..., Engine]
+EXTRA = {"host": "127.0.0.1", "port": 0, "kv_lease_duration": 600.0}
+
+
+def made(folder: Path, content: bytes) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    (folder / "adapter_config.json").write_bytes(b"{}")
+    return folder
+
+
+def reload(engine: Engine, path: Path | None) -> None:
+    """Tells each worker that its weights were read from a checkpoint, or, without a path, from memory."""
+    for worker in engine.workers:
+        worker._working._weights.on_reload(str(path), from_memory=path is None)
+
+
+@pytest.mark.parametrize("whole", [1 << 20, 100])
+def test_a_digest_tells_files_by_name_size_and_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: int
+) -> None:
+    """Of a file that is larger than a limit, only parts are read: its beginning, its end, and others in between."""
+    monkeypatch.setattr(weights, "_WHOLE_BYTES", whole)
+    monkeypatch.setattr(weights, "_PART_BYTES", 8)
+    content = bytes(range(256)) * 64
+    names = ("a.bin", "b.bin")
+
+    def digest(name: str, *contents: bytes) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        for file, one in zip(names, contents, strict=False):
+            (folder / file).write_bytes(one)
+        return digest_of_files(sorted(folder.iterdir(), reverse=True))
+
+    found = [digest("both", content, content), digest("one", content), digest("short", content[:-1], content)]
+    changed = [(at, content[:at] + b"\xff" + content[at + 1 :]) for at in (0, 8004, len(content) - 2)]
+    found += [digest(f"changed {at}", one, content) for at, one in changed]
+    assert len(set(found)) == len(found)
+    assert digest("copied", content, content) == found[0]
+    assert digest("none") == ""
+
+
+def test_an_adapter_is_identified_by_its_name_and_files_wherever_they_are(tmp_path: Path) -> None:
+    here, other = made(tmp_path / "here", b"one"), made(tmp_path / "other", b"two")
+    there = Path(shutil.copytree(here, tmp_path / "there"))
+    same = named_adapter(LoRARequest("poet", 1, str(here)))
+    assert same == named_adapter(LoRARequest("poet", 7, str(there)))
+    assert same != named_adapter(LoRARequest("poet", 8, str(other)))
+    assert same[0] == "adapter 'poet'"
+    assert same[1] == named_adapter(LoRARequest("clerk", 9, str(here)))[1]
+    (here / "adapter_model.safetensors").write_bytes(b"changed")
+    assert named_adapter(LoRARequest("poet", 1, str(here))) == same, "vLLM has not read the files again"
+    in_place = named_adapter(LoRARequest("poet", 1, str(here), load_inplace=True))
+    assert in_place != same
+    (here / "adapter_model.safetensors").write_bytes(b"changed again")
+    assert named_adapter(LoRARequest("poet", 1, str(here), load_inplace=True)) not in (same, in_place)
+    assert named_adapter(LoRARequest("poet", 11, str(tmp_path / "none"))) == (
+        "adapter 'poet'",
+        f"unreadable files of {tmp_path / 'none'}",
+    )
+
+
+def test_weights_are_identified_by_their_checkpoint_and_the_updates_since(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    first, second = LoadedWeights(), LoadedWeights()
+    assert first.named == {}
+    first.reloaded(str(tmp_path))
+    assert list(first.named) == ["weights"]
+    assert first.named != second.named
+    second.updated()
+    assert second.named == {"weights": "as at the start, then 1 updates from memory"}
+    second.reloaded(str(tmp_path / "model.safetensors"))
+    assert second.named == first.named
+    first.updated()
+    assert second.named != first.named
+    first.reloaded("hub/name")
+    assert first.named == {"weights": "reloaded from hub/name"}
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize(("left", "right"), [({}, {}), ({}, {"tp_size": 2}), ({"tp_size": 2}, {})], ids=str)
+@pytest.mark.parametrize("from_memory", [False, True])
+def test_pages_of_other_weights_are_refused_by_name_until_both_sides_have_the_same(
+    make: Make, caplog: Any, tmp_path: Path, left: Any, right: Any, policy: str, from_memory: bool
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    path = None if from_memory else tmp_path
+    prefill = make("kv_producer", Shape(extra=EXTRA, **left))
+    decode = make("kv_consumer", Shape(extra=EXTRA, policy=policy, **right))
+    for number, reloads in enumerate(((), (prefill,), (decode,), (decode,), (prefill,))):
+        for engine in reloads:
+            reload(engine, path if number < 3 else None)
+        request_id, prompt, caplog_before = f"r{number}", PROMPT[number:], len(caplog.text)
+        decode.add(request_id, prompt, 3, prefilled(prefill, f"p{number}", prompt))
+        run_until([prefill, decode], lambda: decode.finish_reason(request_id))  # noqa: B023
+        told = "holds pages of another model: weights: " in caplog.text[caplog_before:]
+        assert told == (number % 2 == 1), number
+        failed = number % 2 == 1 and policy == "fail"
+        assert decode.tokens(request_id) == ([] if failed else expected_tokens(prompt, 3, decode.shape))
+        assert_empty(prefill, decode)
+
+
+def test_a_reload_ends_the_leases_that_were_granted_before(make: Make, tmp_path: Path) -> None:
+    """One of the requests still runs, so its pages would be computed with both weights."""
+    prefill, decode = make("kv_producer", Shape(extra=EXTRA)), make("kv_consumer", Shape(extra=EXTRA))
+    params = [prefilled(prefill, "before", PROMPT)]
+    prefill.add("during", PROMPT[::-1], 1, dict(PREFILL))
+    prefill.step()
+    for engine in (prefill, decode):
+        reload(engine, tmp_path)
+    run_until([prefill], lambda: prefill.finish_reason("during"))
+    run_until([prefill], lambda: prefill.free_blocks == prefill.free_at_start)
+    for number, one in enumerate(params):
+        decode.add(f"d{number}", PROMPT, 3, one)
+        run_until([prefill, decode], lambda: decode.finish_reason(f"d{number}"))  # noqa: B023
+        assert decode.finish_reason(f"d{number}") == "error"
+    decode.add("after", PROMPT[5:], 3, prefilled(prefill, "again", PROMPT[5:]))
+    run_until([prefill, decode], lambda: decode.finish_reason("after"))
+    assert decode.tokens("after") == expected_tokens(PROMPT[5:], 3, decode.shape)
+    assert_empty(prefill, decode)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_an_adapter_with_other_files_at_the_other_side_is_refused_by_name(
+    make: Make, caplog: Any, tmp_path: Path, policy: str
+) -> None:
+    prefill, decode = make("kv_producer", Shape(extra=EXTRA)), make("kv_consumer", Shape(extra=EXTRA, policy=policy))
+    here, other = made(tmp_path / "here", b"one"), made(tmp_path / "other", b"two")
+    there = Path(shutil.copytree(here, tmp_path / "there"))
+    for number, (path, fits) in enumerate(((there, True), (other, False), (here, True))):
+        prompt, before = PROMPT[number:], len(caplog.text)
+        first = make_request(f"p{number}", prompt, 1, 16, dict(PREFILL))
+        first.lora_request = LoRARequest("poet", 100 + number, str(here))
+        prefill.scheduler.add_request(first)
+        run_until([prefill], lambda: prefill.finish_reason(f"p{number}"))  # noqa: B023
+        request = make_request(f"d{number}", prompt, 3, 16, prefill.params(f"p{number}"))
+        request.lora_request = LoRARequest("poet", 200 + number, str(path))
+        decode.scheduler.add_request(request)
+        run_until([prefill, decode], lambda: decode.finish_reason(f"d{number}"))  # noqa: B023
+        assert ("holds pages of another model: adapter 'poet': 'files " in caplog.text[before:]) != fits
+        failed = not fits and policy == "fail"
+        assert decode.tokens(f"d{number}") == ([] if failed else expected_tokens(prompt, 3, decode.shape))
+        assert_empty(prefill, decode)
