@@ -61,9 +61,8 @@ def make() -> Iterator[Callable[..., NixlConnectorScheduler]]:
 def offered(scheduler: NixlConnectorScheduler, request_id: str = "r", **options: Any) -> Progress:
     scheduler.offer(request_id, **options)
     scheduler.build_metadata()
-    for rank in range(scheduler.config.ranks):
-        progress = scheduler.update(rank, WorkerOutput(offered={request_id: ""}))
-    return progress
+    told = [scheduler.update(rank, WorkerOutput(offered={request_id: ""})) for rank in range(scheduler.config.ranks)]
+    return told[-1]
 
 
 def params(
@@ -75,7 +74,7 @@ def params(
 def answer(source: NixlConnectorScheduler, made: dict[str, Any], tokens: int = 20) -> LeaseReply:
     """Returns the source's answer to a reader that asks for `tokens` tokens of the lease in `made`."""
     query = LeaseQuery(query_id=7, engine_id="p", lease_id=int(made["lease_id"], 16), num_tokens=tokens)
-    return source._leased(query)
+    return source._leased(query)  # pyright: ignore[reportPrivateUsage]
 
 
 def blocks(source: NixlConnectorScheduler, made: dict[str, Any], tokens: int = 20) -> list[list[int]]:
@@ -138,8 +137,8 @@ def test_a_lease_ends_if_its_readers_refuse_it_over_the_side_channel(make: Any, 
     assert ask(reader="e").reqs_not_processed == {"r": "fp8"}
     assert source.is_ending("r")
     assert not ask().reqs_not_processed
-    for rank in range(2):
-        progress = source.update(rank, WorkerOutput(sent={"r": "fp8"}))
+    source.update(0, WorkerOutput(sent={"r": "fp8"}))
+    progress = source.update(1, WorkerOutput(sent={"r": "fp8"}))
     assert (progress.sent, source.is_ending("r")) == ({"r": "fp8"}, False)
     client.close()
 

@@ -48,6 +48,7 @@ def test_a_reader_asks_for_the_pages_of_its_own_prompt(tokens: int, wanted: int)
 def test_an_ipv6_address_and_a_host_name_are_addresses() -> None:
     for host in ("[::1]", "node-7.rack.local", "a", "host_1"):
         read = read_params("r", GOOD | {"remote_host": host})
+        assert read is not None
         assert read.wanted(Prompt([1])).address == f"tcp://{host}:5600"
 
 

@@ -12,7 +12,7 @@ import pytest
 from transfer.errors import MetadataError, PullFailedError
 from transfer.pull.lease import LeaseRef
 from transfer.pull.source import Source, check_tokens, source_in
-from transfer.wire.messages import LeasedPages, Wanted, encode_message, sealed_pages
+from transfer.wire.messages import LeasedPages, Wanted, sealed_pages
 
 KEY = b"known to all"
 WANTED = Wanted("tcp://10.0.0.7:5600", "p", 0xABC, 20, b"digest of 20 tokens")
@@ -111,6 +111,6 @@ def test_impossible_values_are_refused(change: dict[str, Any], message: str) -> 
 
 
 def test_bytes_that_are_no_answer_are_refused() -> None:
-    for data in (b"", b"\xc1", encode_message(PAGES)[:-3]):
+    for data in (b"", b"\xc1", msgspec.msgpack.encode(PAGES)[:-3]):
         with pytest.raises(MetadataError, match="cannot be read as the pages of a lease of protocol 3"):
             answered("request 'r'", WANTED, data, KEY)
