@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from benchmarks.frame import Row, options, pin, report, samples, summary
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
-from kvcache.prometheus import ManagerCollector
+from kvcache.endpoints.prometheus import ManagerCollector
 from transfer.prometheus import TransferCollector
 from transfer.pull.exchange import PageExchange
 from transfer.stats import PullRecord, TransferStats

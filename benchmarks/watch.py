@@ -27,9 +27,9 @@ import numpy as np
 from benchmarks.frame import Row, now, options, pin, report, settle
 from benchmarks.pools import Prompts, age, claimed, expect, manager_of, reserve
 from kvcache import PagedKVCacheManager, TextContext
-from kvcache.watch import endpoint
-from kvcache.watch.endpoint import ManagerWatch
-from kvcache.watch.follower import Followed, WatchClient
+from kvcache.endpoints import watch as endpoint
+from kvcache.endpoints.follower import Followed, WatchClient
+from kvcache.endpoints.watch import ManagerWatch
 from pagewire.top.app import TopApp
 from pagewire.top.sources import LiveSource
 

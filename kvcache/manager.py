@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvcache import arguments, sizing
 from kvcache.arguments import MOST
 from kvcache.claims import Claims
+from kvcache.endpoints.reset import check_endpoint, open_endpoint
 from kvcache.errors import InvalidRequestError
 from kvcache.layer_groups import layer_tables
 from kvcache.params import KVCacheParams, resolve_page_size
@@ -24,7 +25,6 @@ from kvcache.replica.context import Context, TextContext, check_context, check_f
 from kvcache.replica.copier import ImportCopier, ImportProof
 from kvcache.replica.leases import PageLease, granted_by
 from kvcache.replicas import place_replicas
-from kvcache.reset_endpoint import check_endpoint, open_endpoint
 from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight, check_step
 from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID

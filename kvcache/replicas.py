@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache.claims import One
+from kvcache.endpoints.publisher import EventPublisher
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.events.log import FILES, HOST, AnyLog, NoLog, Watched
-from kvcache.events.publisher import EventPublisher
 from kvcache.events.wire import CacheSpec, spec_of
 from kvcache.layer_groups import LayerTables
 from kvcache.layout import replica_fingerprint

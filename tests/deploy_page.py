@@ -26,7 +26,7 @@ OPTIONS = {
     "KVCacheQuantizationConfig": "kvcache/params.py",
     "KVEvents": "kvcache/params.py",
     "Routing": "kvcache/params.py",
-    "ManagerWatch": "kvcache/watch/endpoint.py",
+    "ManagerWatch": "kvcache/endpoints/watch.py",
     "ServerConfig": "scheduler_adapters/service/server.py",
 }
 """Classes whose fields are options, and classes whose arguments are options."""

@@ -115,8 +115,8 @@ def sockets_are_checked() -> None:
     `Context.term` may then wait for ever for messages that the peer has not read. This happened in one of 200 fleets
     whose full server was killed. If the socket belongs to a test, it gets a linger here.
 
-    A TCP socket must also have the options of `kvcache.sockets.keep_alive`. Without them, a follower does not notice
-    that the host of its peer is gone.
+    A TCP socket must also have the options of `kvcache.endpoints.sockets.keep_alive`. Without them, a follower does not
+    notice that the host of its peer is gone.
     """
     for name in ("bind", "connect"):
         setattr(zmq.Socket, name, _checked(getattr(zmq.Socket, name)))

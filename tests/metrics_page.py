@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvcache import prometheus as cache
-from kvcache.families import Family
+from kvcache.endpoints import prometheus as cache
+from kvcache.endpoints.families import Family
 from scheduler_adapters.front import prometheus as front
 from scheduler_adapters.service import prometheus as service
 from transfer import prometheus as transfer
 
 PAGE = Path(__file__).parents[1] / "docs/guides/metrics.md"
 FAMILIES: dict[str, tuple[Family, ...]] = {
-    "`ManagerCollector` of `kvcache.prometheus`": cache.FAMILIES,
+    "`ManagerCollector` of `kvcache.endpoints.prometheus`": cache.FAMILIES,
     "`TransferCollector` of `transfer.prometheus`": (*transfer.FAMILIES, *transfer.OF_EXCHANGE),
     "`ServiceCollector` of `scheduler_adapters.service.prometheus`": service.FAMILIES,
     "`FrontCollector` of `scheduler_adapters.front.prometheus`": front.FAMILIES,

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import zmq
 
-from kvcache.addresses import needs_ipv6
-from kvcache.sockets import bound_socket, connect, keep_alive
-from kvcache.watch.endpoint import ManagerWatch
+from kvcache.endpoints.addresses import needs_ipv6
+from kvcache.endpoints.sockets import bound_socket, connect, keep_alive
+from kvcache.endpoints.watch import ManagerWatch
 from pagewire.listening import in_url, listen
 from scheduler_adapters.service.prometheus import serve_metrics
 from scheduler_adapters.service.sockets import bind_router, join_frontend
@@ -234,7 +234,7 @@ def test_an_address_with_a_scope_is_a_peer(scope: str) -> None:
 
 
 MAKERS = {
-    "kvcache/sockets.py": "the one place of ZMQ's sockets and their gates",
+    "kvcache/endpoints/sockets.py": "the one place of ZMQ's sockets and their gates",
     "pagewire/listening.py": "the one place of HTTP's sockets",
     "scheduler_adapters/service/fleet.py": "binds an ipc address alone",
     "scheduler_adapters/service/prometheus.py": "`prometheus_client` chooses the family of its own server",
@@ -247,7 +247,7 @@ _OPENING = {"create_server", "create_connection", "start_http_server", "start_se
 
 
 def opens_a_socket(source: str) -> bool:
-    """Whether a file opens, connects or binds a socket by itself, instead of by `kvcache.sockets` or `listen`."""
+    """Whether a file opens, connects or binds a socket by itself, not by `kvcache.endpoints.sockets` or `listen`."""
     tree = ast.parse(source)
     calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     by_itself = re.compile(r"(?!sockets\.)(.*socket|.*_idle|.*_sub|.*dealer)\.(connect|bind)")

@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvcache.endpoints.follower import Followed
 from kvcache.errors import WatchError
 from kvcache.replica.block_table import BlockTable
 from kvcache.tiers import page_files
 from kvcache.tiers.object_tier import ObjectFormat
 from kvcache.tiers.page_files import FileFormat, SystemIO, read_pages, read_rows, write_pages
 from kvcache.tiers.page_folder import namespace_of
-from kvcache.watch.follower import Followed
 from kvcache.watch.messages import Look, Owners, PoolLook
 from pagewire.top import sources
 from pagewire.top.sources import Heard, PlayedSource

@@ -110,5 +110,5 @@ def test_whatever_the_code_imports_is_declared() -> None:
     needed = {DISTRIBUTIONS.get(one, one) for package in PACKAGES for one in imported(package)}
     assert needed <= always | extras
     at_once = {DISTRIBUTIONS.get(one, one) for one in imported("kvcache", heads=True)}
-    assert at_once - always == {"prometheus-client"}, "kvcache.families is for those who have it"
+    assert at_once - always == {"prometheus-client"}, "kvcache.endpoints.families is for those who have it"
     assert always <= needed, "declared, and not imported"

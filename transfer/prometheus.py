@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, get_args
 
-from kvcache.families import Family, FamilyCollector, Histogram, Sample
+from kvcache.endpoints.families import Family, FamilyCollector, Histogram, Sample
 from transfer.pull.exchange import PageExchange
 from transfer.pull.lease import Verdict
 from transfer.pull.replica import ReplicaTransfer

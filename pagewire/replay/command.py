@@ -9,8 +9,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from kvcache.endpoints.watch import ManagerWatch
 from kvcache.manager import PagedKVCacheManager
-from kvcache.watch.endpoint import ManagerWatch
 from kvcache.watch.messages import Beside
 from pagewire import plots
 from pagewire.arguments import write_json

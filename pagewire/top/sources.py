@@ -15,8 +15,8 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 
+from kvcache.endpoints.follower import Followed, WatchClient
 from kvcache.errors import WatchError
-from kvcache.watch.follower import Followed, WatchClient
 
 _MAGIC = b"pagewire recording 1\n"
 _AGAIN_S = 2.0  # in seconds: if a process does not answer for this time, it is asked again

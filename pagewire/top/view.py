@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.endpoints.follower import Followed
 from kvcache.errors import WatchError
-from kvcache.watch.follower import Followed
 from kvcache.watch.messages import Cells, Look, PageState, PoolLook, ages_of, owners_of, request_digest, states_of
 from pagewire.top.pagemap import Span, span_of
 from pagewire.top.sources import Heard

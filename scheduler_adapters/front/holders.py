@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 import zmq
 
+from kvcache.endpoints.sockets import connect, keep_alive
 from kvcache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, hashes_of
 from kvcache.layer_groups import LayerGroup, TableGroup
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.resume import resume
-from kvcache.sockets import connect, keep_alive
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.sockets import received
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from kvcache.families import Family, FamilyCollector, Sample
+from kvcache.endpoints.families import Family, FamilyCollector, Sample
 from scheduler_adapters.front.frontend import Frontend
 
 _ENDS = ("eos", "length", "cancelled", "refused", "error")

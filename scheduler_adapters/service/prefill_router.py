@@ -14,8 +14,8 @@ from typing import NamedTuple
 import zmq
 from msgspec.structs import replace
 
+from kvcache.endpoints.sockets import connect
 from kvcache.replica.context import TextContext
-from kvcache.sockets import connect
 from scheduler_adapters.base import PulledPages
 from scheduler_adapters.errors import MessageError
 from scheduler_adapters.service import messages as msg

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from kvcache.families import Family, FamilyCollector, Sample
+from kvcache.endpoints.families import Family, FamilyCollector, Sample
+from kvcache.endpoints.prometheus import ManagerCollector
 from kvcache.manager import PagedKVCacheManager
-from kvcache.prometheus import ManagerCollector
 from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.peer_prefixes import FETCH_OUTCOMES

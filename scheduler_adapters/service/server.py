@@ -22,10 +22,10 @@ import msgspec
 import torch
 import zmq
 
+from kvcache.endpoints.watch import ManagerWatch
 from kvcache.errors import InvariantError, KVCacheError
 from kvcache.manager import PagedKVCacheManager
 from kvcache.params import KVEvents
-from kvcache.watch.endpoint import ManagerWatch
 from kvcache.watch.messages import Beside
 from scheduler_adapters.errors import IllegalMoveError, MessageError
 from scheduler_adapters.loop import ServingLoop

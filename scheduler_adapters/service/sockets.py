@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias, TypeVar, cast
 
 import zmq
 
-from kvcache.sockets import BoundSocket, Limits, connect, keep_alive
+from kvcache.endpoints.sockets import BoundSocket, Limits, connect, keep_alive
 from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import messages as msg
 from transfer.errors import HandshakeError

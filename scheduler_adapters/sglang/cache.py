@@ -43,11 +43,11 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, default_radix_cache_factory
 from sglang.srt.runtime_context import get_schedule
 
+from kvcache.endpoints.watch import Watch
 from kvcache.errors import InvalidParamsError, InvariantError
 from kvcache.params import HashAlgorithm
 from kvcache.pool.pages import PagePool
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
-from kvcache.watch.endpoint import Watch
 from scheduler_adapters.sglang.events import Digests, event_recorder, record_removed, record_stored
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 from msgspec import Meta
 
-from kvcache import sockets
+from kvcache.endpoints import sockets
 from scheduler_adapters.service.sockets import Pulse, Socket, bind_router, bounded_socket, monitor_of, received
 from transfer.errors import HandshakeError
 from transfer.wire.allowed_peers import AllowedPeers

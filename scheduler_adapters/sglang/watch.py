@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from sglang.srt.runtime_context import get_parallel
 
+from kvcache.endpoints.watch import Watch
 from kvcache.pool.pages import PagePool
 from kvcache.types import KVCacheMetrics
 from kvcache.watch.book import WatchBook
 from kvcache.watch.cells import pool_cells
-from kvcache.watch.endpoint import Watch
 from kvcache.watch.messages import OWNER_SHIFT, STATE_BITS, Beside, Cells, PageState
 from kvcache.watch.names import WatchNames
 from kvcache.watch.pools import OwnerRow, WatchedPool

@@ -180,7 +180,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.prometheus",
+        "kvcache.endpoints.prometheus",
         [
             Mutation("_states", "states.pages.pool.idle.count", "states.pages.num_held"),
             Mutation("_of_states", "read(states.pages)", "read(all_of.states[0].pages)"),
@@ -213,7 +213,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.events.publisher",
+        "kvcache.endpoints.publisher",
         [
             Mutation("_Stream.reply", "except zmq.ZMQError:", "except zmq.ContextTerminated:"),
             Mutation("_Worker.turn", "told, self._untold = self._untold, []", "told = []"),

@@ -19,19 +19,20 @@ _DOORS: dict[str, dict[str, str]] = {
         "claims": "misuse replicas manager recovery replica/batch replica/fork replica/imports",
         "copies": "quantization layout",
         "errors": "under_way",
+        "endpoints/families": "endpoints/prometheus",
+        "endpoints/follower": "endpoints/watch",
+        "endpoints/reset": "endpoints/reset misuse",
         "events/log": "events/grouped_events events/events",
-        "families": "prometheus",
         "layout": "layout quantization",
-        "manager": "manager admission closed interrupts misuse prometheus recovery reset_endpoint steps_in_flight "
-        "replica/fork replica/imports replica/further_imports replica/leases replica/hints states/lent_states "
-        "tiers/host_tier",
+        "manager": "manager admission closed interrupts misuse recovery steps_in_flight endpoints/prometheus "
+        "endpoints/reset replica/fork replica/imports replica/further_imports replica/leases replica/hints "
+        "states/lent_states tiers/host_tier",
         "params": "params quantization states/state_memory",
         "pool/index": "pool/pages",
         "pool/hinted_order": "eviction_order",
         "pool/lru_order": "eviction_order",
         "pool/quotas": "eviction_order replica/hints states/kept_states_hints",
         "recovery": "recovery steps_in_flight interrupts",
-        "reset_endpoint": "reset_endpoint misuse",
         "replica/replica": "manager admission million_moves replica/batch replica/hints replica/pages_below "
         "states/cancelled_imports states/lent_states states/grouped_states_below replica/contents tiers/host_tier "
         "tiers/object_tier",
@@ -66,11 +67,10 @@ _DOORS: dict[str, dict[str, str]] = {
         "tiers/object_tier": "tiers/object_tier tiers/object_tables tiers/read_rates",
         "tiers/tiers": "tiers/host_tier tiers/object_tier replica/pages_below replica/lent_tables "
         "tiers/state_tiers states/grouped_states_below",
-        "watch/book": "watch/endpoint watch/log",
-        "watch/cells": "watch/endpoint",
-        "watch/follower": "watch/endpoint",
-        "watch/messages": "watch/endpoint watch/log",
-        "watch/pools": "watch/endpoint watch/log",
+        "watch/book": "endpoints/watch watch/log",
+        "watch/cells": "endpoints/watch",
+        "watch/messages": "endpoints/watch watch/log",
+        "watch/pools": "endpoints/watch watch/log",
     },
     "transfer": {
         "connector/metadata": "connector/scheduler connector/worker",

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvcache import TextContext
-from kvcache.watch.endpoint import ManagerWatch
+from kvcache.endpoints.watch import ManagerWatch
 from pagewire.top.app import TopApp
 from pagewire.top.sources import LiveSource
 from scheduler_adapters.service import messages as msg

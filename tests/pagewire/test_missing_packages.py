@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.watch.endpoint import ManagerWatch
+from kvcache.endpoints.watch import ManagerWatch
 from pagewire.extras import EXTRAS
 from pagewire.top.sources import LiveSource
 from pagewire.top.view import TopView

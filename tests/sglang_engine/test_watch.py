@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvcache.watch import endpoint
-from kvcache.watch.follower import Followed, WatchClient
+from kvcache.endpoints import watch as endpoint
+from kvcache.endpoints.follower import Followed, WatchClient
 from kvcache.watch.messages import Look, PageState, owners_of, request_digest, states_of
 from tests.sglang_engine.test_engine import NEW, PROMPTS, submit_all
 

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, Self, TypeAlias
 import msgspec
 import zmq
 
-from kvcache.sockets import Limits, connect, keep_alive, listening
+from kvcache.endpoints.sockets import Limits, connect, keep_alive, listening
 from transfer.errors import HandshakeError, MetadataError, TransferError
 from transfer.wire import messages as msg
 from transfer.wire.allowed_peers import AllowedPeers

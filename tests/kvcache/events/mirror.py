@@ -14,9 +14,9 @@ import numpy as np
 import zmq
 
 from kvcache import PagedKVCacheManager
+from kvcache.endpoints.publisher import _JOIN_S
 from kvcache.events.book import Told
 from kvcache.events.log import FILES, HOST
-from kvcache.events.publisher import _JOIN_S
 from kvcache.events.wire import END_OF_REPLAY, AllBlocksCleared, KVEvent, encode, hashes_of
 from kvcache.pool.index import PrefixIndex
 

@@ -24,7 +24,7 @@ PAGE = 4
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortens the time until a follower learns that it has lost the last message."""
-    monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
+    monkeypatch.setattr("kvcache.endpoints.publisher._QUIET_S", 0.02)
 
 
 def events(**options: object) -> KVEvents:
@@ -233,7 +233,7 @@ def test_a_full_log_is_read_by_the_serving_loop(monkeypatch: pytest.MonkeyPatch)
 def test_the_loop_takes_some_entries_in_a_call_and_what_follows_from_them_is_told_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvcache.events.publisher._ENTRIES_OF_LOOP", 5)
+    monkeypatch.setattr("kvcache.endpoints.publisher._ENTRIES_OF_LOOP", 5)
     manager = manager_of(16, params={"kv_events": events()})
     worker = worker_of(manager)
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
@@ -250,7 +250,7 @@ def test_the_loop_takes_some_entries_in_a_call_and_what_follows_from_them_is_tol
         mirror.check_same(manager, 0)
         assert {"type": "AllBlocksCleared"} not in mirror.events
         # If the changes cannot be sent in time, the whole state is sent instead.
-        monkeypatch.setattr("kvcache.events.publisher._MOST_UNTOLD", 0)
+        monkeypatch.setattr("kvcache.endpoints.publisher._MOST_UNTOLD", 0)
         parked(worker)
         run_once(manager, [*range(901, 930)])
         worker.catch_up()
@@ -264,7 +264,7 @@ def test_the_loop_takes_some_entries_in_a_call_and_what_follows_from_them_is_tol
 
 def test_a_loop_waits_for_nobody_and_a_log_that_nobody_takes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.events.log.MOST_ENTRIES", 4)
-    monkeypatch.setattr("kvcache.events.publisher._LOST_AT", 40)
+    monkeypatch.setattr("kvcache.endpoints.publisher._LOST_AT", 40)
     manager = manager_of(16, params={"kv_events": events()})
     worker = worker_of(manager)
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:

@@ -20,7 +20,7 @@ TOLD = {"kv_events": KVEvents(ANY, ANY)}
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortens the time until a follower learns that it has lost the last message."""
-    monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
+    monkeypatch.setattr("kvcache.endpoints.publisher._QUIET_S", 0.02)
 
 
 def told_of(known: Known, group: int, medium: str = "GPU") -> set[int]:
@@ -95,7 +95,7 @@ def test_a_reader_expects_as_much_of_a_prompt_as_the_manager_finds(seed: int, fe
 def test_a_reader_of_events_knows_the_pages_of_each_table_and_the_states_after_them(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
+    monkeypatch.setattr("kvcache.endpoints.publisher._QUIET_S", 0.02)
     features = ("states in slabs" if seed % 2 else "states apart", "window", *["chunk"] * (seed > 2))
     moves = Model.of(seed, ("forks", "preemption", "drafts", *features), TOLD)
     manager = moves.manager

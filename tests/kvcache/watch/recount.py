@@ -10,8 +10,8 @@ from collections import Counter
 import numpy as np
 
 from kvcache import PagedKVCacheManager
+from kvcache.endpoints.follower import Followed
 from kvcache.replica.replica import Replica
-from kvcache.watch.follower import Followed
 from kvcache.watch.messages import PageState, owners_of, states_of
 
 

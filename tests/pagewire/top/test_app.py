@@ -17,8 +17,8 @@ from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
 from kvcache import PagedKVCacheManager, TextContext
+from kvcache.endpoints.watch import ManagerWatch
 from kvcache.errors import WatchError
-from kvcache.watch.endpoint import ManagerWatch
 from kvcache.watch.messages import Beside, LeaseRow, PageState, PullRow
 from kvcache.watch.names import tenant_name
 from pagewire.top import panels
@@ -415,7 +415,7 @@ def test_invalid_recordings_are_refused(tmp_path: Path) -> None:
 
 SERVED = """
 import sys, time
-from kvcache.watch.endpoint import ManagerWatch
+from kvcache.endpoints.watch import ManagerWatch
 from tests.pagewire.top.test_app import busy_manager
 manager = busy_manager()
 watch = ManagerWatch(manager, sys.argv[1], name="child")

@@ -16,7 +16,7 @@ from typing import Literal
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from kvcache.watch.endpoint import ManagerWatch
+from kvcache.endpoints.watch import ManagerWatch
 from pagewire import viewer as viewer_module
 from pagewire.cli import main
 from pagewire.top.command import COOKIE, TokenServer, is_light, source_of, web_command
@@ -148,7 +148,7 @@ def looked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 LOOKS = """
 import json, sys, time
 from pathlib import Path
-from kvcache.watch.follower import Followed, WatchClient
+from kvcache.endpoints.follower import Followed, WatchClient
 seen = {{}}
 for address in (one for one in sys.argv[1:] if "://" in one):
     client, followed = WatchClient(address), Followed()

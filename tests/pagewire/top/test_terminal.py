@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.watch.endpoint import ManagerWatch
+from kvcache.endpoints.watch import ManagerWatch
 from kvcache.watch.names import tenant_name
 from pagewire.top.sources import PlayedSource
 from tests import forked

@@ -21,7 +21,7 @@ import torch
 import zmq
 
 from kvcache import KVEvents, LayerGroup, PagedKVCacheManager, TextContext
-from kvcache.events.publisher import _JOIN_S
+from kvcache.endpoints.publisher import _JOIN_S
 from kvcache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode
 from kvcache.params import StateShape
 from scheduler_adapters.front.holders import PageHolders, PageSet, _hashes, _ProcessPages

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvcache.endpoints.prometheus import ManagerCollector
 from kvcache.errors import NoFreeStatePageError
-from kvcache.prometheus import ManagerCollector
 from kvcache.replica.context import TextContext
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of
 from scheduler_adapters.hf.tiny import ByteTokenizer

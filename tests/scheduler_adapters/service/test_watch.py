@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcache.watch import endpoint
-from kvcache.watch.endpoint import ManagerWatch
-from kvcache.watch.follower import Followed, WatchClient
+from kvcache.endpoints import watch as endpoint
+from kvcache.endpoints.follower import Followed, WatchClient
+from kvcache.endpoints.watch import ManagerWatch
 from kvcache.watch.messages import PageState
 from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.server import service_beside

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from kvcache import InvalidParamsError, TextContext
-from kvcache.reset_endpoint import ResetEndpoint
+from kvcache.endpoints.reset import ResetEndpoint
 from tests.kvcache.build import run_once
 
 

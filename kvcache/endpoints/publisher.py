@@ -22,12 +22,12 @@ from itertools import chain
 import numpy as np
 import zmq
 
+from kvcache.endpoints.sockets import SUBSCRIPTIONS, bound_socket
 from kvcache.errors import InvalidParamsError
 from kvcache.events.book import EventBook, Told
 from kvcache.events.log import MOST_ENTRIES, Entry, EventLog, Watched
 from kvcache.events.wire import END_OF_REPLAY, AllBlocksCleared, BlockStored, CacheSpec, EventBatch, KVEvent, encode
 from kvcache.params import KVEvents
-from kvcache.sockets import SUBSCRIPTIONS, bound_socket
 
 _LOOK_MS = 5  # in milliseconds: how long the thread sleeps when the log is empty
 # The thread pauses after this many entries, and after a number of tokens in events, because Python switches threads

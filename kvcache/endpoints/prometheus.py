@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from kvcache.families import Family, FamilyCollector, Sample
+from kvcache.endpoints.families import Family, FamilyCollector, Sample
 from kvcache.manager import PagedKVCacheManager
 from kvcache.replica.replica import Replica
 from kvcache.replicas import Replicas

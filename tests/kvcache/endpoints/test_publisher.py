@@ -18,9 +18,9 @@ import pytest
 import zmq
 
 from kvcache import InvalidParamsError, KVEvents, PagedKVCacheManager
+from kvcache.endpoints.publisher import _Stream, _Worker
 from kvcache.events.book import EventBook
 from kvcache.events.log import EventLog
-from kvcache.events.publisher import _Stream, _Worker
 from kvcache.events.wire import END_OF_REPLAY, BlockRemoved, BlockStored, CacheSpec
 from tests.kvcache.build import manager_of, run_once
 from tests.kvcache.events.mirror import PATIENCE_S, Known, Mirror, settled, worker_of
@@ -102,7 +102,7 @@ def test_the_whole_state_comes_in_parts_with_numbers_up_to_the_last_one(
     manager: PagedKVCacheManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(manager, 1, 101, 201)
-    monkeypatch.setattr("kvcache.events.publisher._TOKENS_A_BATCH", 28)
+    monkeypatch.setattr("kvcache.endpoints.publisher._TOKENS_A_BATCH", 28)
     told = asked(manager, 5)
     numbers = [number for number, _ in told]
     assert numbers == [5, 6, 7]
@@ -115,7 +115,8 @@ def test_the_whole_state_comes_in_parts_with_numbers_up_to_the_last_one(
 
 
 def test_a_manager_that_closes_answers_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.events.publisher._REPLAY_SHARE", 1e-6)  # After one answer the next answer has to wait.
+    # After one answer the next answer has to wait.
+    monkeypatch.setattr("kvcache.endpoints.publisher._REPLAY_SHARE", 1e-6)
     made = manager_of(16, params={"kv_events": KVEvents(ANY, ANY, topic="kv@a@m")})
     run(made, 1)
     assert asked(made, 0)
@@ -143,7 +144,7 @@ def test_a_ring_is_bounded_in_batches_and_in_bytes(
     run(manager, *range(1, 1000, 100))
     stream = worker_of(manager).streams[0]
     assert len(stream._ring) == 4
-    monkeypatch.setattr("kvcache.events.publisher._RING_BYTES", 10)
+    monkeypatch.setattr("kvcache.endpoints.publisher._RING_BYTES", 10)
     run(manager, 3001)
     assert len(stream._ring) == 1
     assert stream._ring_bytes == len(stream._ring[0][1])
@@ -152,7 +153,7 @@ def test_a_ring_is_bounded_in_batches_and_in_bytes(
 def test_a_subscriber_that_stops_reading_misses_messages_and_recovers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
+    monkeypatch.setattr("kvcache.endpoints.publisher._QUIET_S", 0.02)
     address = f"ipc://{tmp_path}/s"
     made = manager_of(32, params={"kv_events": KVEvents(address, ANY, hwm=1, buffer_steps=2)}, dp=2)
     assert [pub for pub, _ in made.kv_event_endpoints] == [address, f"{address}_dp1"]
@@ -247,7 +248,7 @@ def read(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 
 def test_an_answer_goes_out_in_parts_as_its_reader_takes_it(stream: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.events.publisher._BYTES_A_TURN", 4 * (4096 + 1000))
+    monkeypatch.setattr("kvcache.endpoints.publisher._BYTES_A_TURN", 4 * (4096 + 1000))
     first = stream.sequence
     for _ in range(60):
         stream.send([BlockRemoved([1], "x" * 1000)])
@@ -267,7 +268,7 @@ def test_few_messages_of_unread_answers_are_kept(stream: _Stream, monkeypatch: p
     for _ in range(300):
         stream.send([])
     with monkeypatch.context() as patch:
-        patch.setattr("kvcache.events.publisher._UNREAD_S", 0.05)
+        patch.setattr("kvcache.endpoints.publisher._UNREAD_S", 0.05)
         deaf = asking(stream, first)
         waited(lambda: not stream.reply() and not stream.is_answering)
     gone = asking(stream, first)
@@ -323,7 +324,7 @@ def failing(*_: object, **__: object) -> Any:
 def test_changes_that_could_not_be_sent_are_replaced_by_the_whole_state(
     manager: PagedKVCacheManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
+    monkeypatch.setattr("kvcache.endpoints.publisher._QUIET_S", 0.02)
     stream = worker_of(manager).streams[0]
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
         mirror.forget_the_begin(manager, 0)
@@ -479,7 +480,7 @@ def test_a_late_subscriber_that_cannot_ask_gets_the_whole_state() -> None:
 
 
 def test_the_whole_state_is_sent_only_some_time_after_a_subscription_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.events.publisher._JOIN_S", 60.0)
+    monkeypatch.setattr("kvcache.endpoints.publisher._JOIN_S", 60.0)
     made = manager_of(32, max_seq_len=120, params={"kv_events": KVEvents(ANY)})
     worker = worker_of(made)
     with Mirror(made.kv_event_endpoints[0]):
@@ -555,7 +556,7 @@ def test_followers_that_return_one_after_another_get_the_state_without_waiting(
     """The followers reconnect, as they do after SIGKILL. The cache is so large that its state may be sent only every 10
     s.
     """
-    monkeypatch.setattr("kvcache.events.publisher._LEAST_ANEW_S", 10.0)
+    monkeypatch.setattr("kvcache.endpoints.publisher._LEAST_ANEW_S", 10.0)
     options = {"kv_events": KVEvents(ANY)}
     made = manager_of(32, max_seq_len=120, params=options)
     address = made.kv_event_endpoints[0][0]

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from kvcache import InvalidParamsError, PagedKVCacheManager, Retention, TextContext
+from kvcache.endpoints import watch as endpoint
+from kvcache.endpoints.follower import Followed, WatchClient
+from kvcache.endpoints.watch import ManagerWatch
 from kvcache.errors import InvariantError, WatchError
-from kvcache.watch import book, endpoint
-from kvcache.watch.endpoint import ManagerWatch
-from kvcache.watch.follower import Followed, WatchClient
+from kvcache.watch import book
 from kvcache.watch.messages import (
     AskLook,
     Beside,

@@ -20,10 +20,10 @@ import msgspec
 import zmq
 
 from kvcache.arguments import shown
+from kvcache.endpoints.sockets import BoundSocket, bound_socket
 from kvcache.errors import InvalidParamsError, InvariantError
 from kvcache.manager import PagedKVCacheManager
 from kvcache.replicas import Replicas
-from kvcache.sockets import BoundSocket, bound_socket
 from kvcache.types import KVCacheMetrics
 from kvcache.watch.book import WatchBook, counted
 from kvcache.watch.messages import AskLook, Beside, CheckReport, WatchRefusal, other_version

@@ -19,9 +19,11 @@ from typing import Any
 import pytest
 import zmq
 
-from kvcache import InvalidParamsError, KVEvents, sockets
-from kvcache.reset_endpoint import ResetEndpoint
-from kvcache.sockets import (
+from kvcache import InvalidParamsError, KVEvents
+from kvcache.endpoints import sockets
+from kvcache.endpoints.follower import WatchClient
+from kvcache.endpoints.reset import ResetEndpoint
+from kvcache.endpoints.sockets import (
     QUESTIONS,
     SUBSCRIPTIONS,
     BoundSocket,
@@ -32,8 +34,7 @@ from kvcache.sockets import (
     bound_socket,
     listener,
 )
-from kvcache.watch.endpoint import ManagerWatch
-from kvcache.watch.follower import WatchClient
+from kvcache.endpoints.watch import ManagerWatch
 from kvcache.watch.messages import AskLook
 from tests.kvcache.build import manager_of
 from tests.kvcache.stranger import GREETING, MORE_RSS, READY, flood, frame, rss, stranger
@@ -256,10 +257,10 @@ def test_a_peer_beyond_the_limit_is_disconnected_at_once_and_the_others_stay(
 
 
 def test_peers_cannot_use_up_the_file_descriptors_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.sockets.resource.getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr("kvcache.endpoints.sockets.resource.getrlimit", lambda _: (1024, 4096))
     assert Limits(message_bytes=1).most_peers == 170
     assert SUBSCRIPTIONS.most_peers == 170
-    monkeypatch.setattr("kvcache.sockets.resource.getrlimit", lambda _: (1 << 20, 1 << 20))
+    monkeypatch.setattr("kvcache.endpoints.sockets.resource.getrlimit", lambda _: (1 << 20, 1 << 20))
     assert Limits(message_bytes=1).most_peers == 1024
 
 

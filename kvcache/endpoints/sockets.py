@@ -35,8 +35,8 @@ from typing import Any, Literal, cast
 
 import zmq
 
-from kvcache.addresses import needs_ipv6
 from kvcache.arguments import shown
+from kvcache.endpoints.addresses import needs_ipv6
 from kvcache.errors import InvalidParamsError
 
 Dropped = Literal["peers", "protocol", "frames", "bytes", "subscriptions"]

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import zmq
 
-from kvcache import sockets
-from kvcache.sockets import Gate, Limits, bound_socket
+from kvcache.endpoints import sockets
+from kvcache.endpoints.sockets import Gate, Limits, bound_socket
 from tests.alone import alone, open_files
 from tests.kvcache.stranger import GREETING, READY, frame, stranger
 

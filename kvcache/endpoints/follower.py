@@ -9,8 +9,8 @@ import numpy as np
 import zmq
 
 from kvcache.arguments import shown
+from kvcache.endpoints.sockets import connect, keep_alive
 from kvcache.errors import WatchError
-from kvcache.sockets import connect, keep_alive
 from kvcache.watch.messages import AskLook, Cells, Look, WatchRefusal, other_version
 
 _MOST_BYTES = 1 << 30

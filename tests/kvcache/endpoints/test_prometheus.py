@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvcache import TextContext
-from kvcache.families import Family, FamilyCollector
-from kvcache.prometheus import ManagerCollector
+from kvcache.endpoints.families import Family, FamilyCollector
+from kvcache.endpoints.prometheus import ManagerCollector
 from kvcache.tiers.page_files import FileRefusal
 from tests.kvcache.replica.test_imports import prefilled, receiver
 from tests.kvcache.served import Served

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import zmq
 
-from kvcache import sockets
+from kvcache.endpoints import sockets
+from kvcache.endpoints.sockets import bound_socket, listener
 from kvcache.errors import InvalidParamsError
-from kvcache.sockets import bound_socket, listener
 from tests.alone import alone, open_files
 
 ANY = "tcp://127.0.0.1:0"

@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 import zmq
 
 from kvcache.arguments import of_kind, refusal
-from kvcache.sockets import BoundSocket, bound_socket
+from kvcache.endpoints.sockets import BoundSocket, bound_socket
 
 _PAUSE_S = 0.005  # in seconds: how long the thread pauses after it has read messages
 _MESSAGES = 64
