@@ -26,7 +26,7 @@ COUNTED = 1000
 """Pulls that are counted in one sample."""
 
 
-@contextmanager
+@contextmanager  # pyright: ignore[reportDeprecated]
 def served(pages: int, leases: int) -> Iterator[tuple[PagedKVCacheManager, PageExchange]]:
     """Returns a manager that has served some requests, with `pages` pages in each replica, and its exchange."""
     shape: dict[str, Any] = {"n_kv_heads": 1, "head_dim": 1, "page_size": PAGE, "enable_prefix_caching": True}

@@ -1,3 +1,4 @@
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false, reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Checks after each test and each test file that the state of the process is the same as before, so that no test can
 affect another test.
 """
@@ -100,7 +101,7 @@ def seed_torch(item: pytest.Item) -> None:
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         seed = item.config.getoption("randomly_seed", 0)
-        torch.manual_seed((int(seed) + zlib.crc32(item.nodeid.encode())) % 2**63)
+        torch.manual_seed((int(seed) + zlib.crc32(item.nodeid.encode())) % 2**63)  # pyright: ignore[reportArgumentType]
 
 
 _ROOT = Path(__file__).parents[1]

@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """A subscriber that behaves like a router: it follows the stream of a rank, and asks for a replay if a message is
 missing.
 """

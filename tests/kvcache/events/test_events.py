@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 """A subscriber knows exactly the contents of the manager's indexes, whatever happens to the subscriber or the
 manager.
 """
@@ -38,7 +39,7 @@ def refuse_what_is_not_hashed_yet(manager: PagedKVCacheManager) -> None:
     def described(entry: Described) -> None:
         for hasher, last in zip(entry[0], entry[2], strict=True):
             assert len(hasher.known) >= last * hasher.width, "the log must be free for the other thread"
-        log.entries.append(entry)
+        log.entries.append(entry)  # pyright: ignore[reportAttributeAccessIssue]
 
     log.describe = described
 

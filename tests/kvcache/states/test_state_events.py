@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false
 """A reader of the KV events of a manager with recurrent states can tell how much of a prefix the manager would find."""
 
 from __future__ import annotations

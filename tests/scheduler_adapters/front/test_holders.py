@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false, reportUnknownLambdaType=false
 """The front learns from the KV events of real managers which processes have a prompt's pages, and asks these
 processes.
 """
@@ -301,8 +302,8 @@ def test_the_next_turn_at_other_processes_finds_the_answer_at_the_process_that_g
             if found.usage.prompt_tokens_details.cached_tokens == (len(first) + 63) // PAGE * PAGE:
                 break
             assert time.monotonic() < deadline
-        theirs = own_tokens(tiny_model, second, 64)
-        assert tokens_of(found)[: len(theirs)] == theirs
+        theirs = own_tokens(tiny_model, second, 64)  # pyright: ignore[reportPossiblyUnboundVariable]
+        assert tokens_of(found)[: len(theirs)] == theirs  # pyright: ignore[reportPossiblyUnboundVariable]
         assert served.get("/fleet")["p2"]["prefixes"]["pulled"] >= 1
         served.until_nothing_is_held()
     finally:
