@@ -84,6 +84,19 @@ _EXPECTED = {
 }
 _VLLMS = {"host": "VLLM_NIXL_SIDE_CHANNEL_HOST", "port": "VLLM_NIXL_SIDE_CHANNEL_PORT"}
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(Options)}
+_NO_WAY_BACK = "pages go only from prefill to decode"
+# The options of vLLM's NIXL connector that are not ours: the value that says what this connector does in any case, if
+# there is one, and what to do instead.
+_THEIRS: dict[str, tuple[Any, str]] = {
+    "backends": (["UCX"], "NIXL reads through UCX here; remove it"),
+    "bidirectional_kv_xfer": (False, f"{_NO_WAY_BACK}; remove it"),
+    "decoder_kv_blocks_ttl": (None, f"{_NO_WAY_BACK}; kv_lease_duration says for how long prefill keeps them"),
+    "enforce_handshake_compat": (True, "both sides are always compared; name equal weights by model_id"),
+    "engine_ttl": (None, "an engine is forgotten once it no longer answers; remove it"),
+    "kv_recompute_threshold": (None, f"{_NO_WAY_BACK}, and whatever a request names is read; remove it"),
+    "num_threads": (None, "each agent of NIXL has one UCX thread here; remove it"),
+    "push_registration_timeout": (None, "decode always reads; load_timeout says for how long it waits"),
+}  # fmt: skip
 
 
 def check_options(extra: Mapping[str, Any]) -> None:
@@ -110,7 +123,8 @@ def options_of(extra: Mapping[str, Any], index: int = 0, *, serves: bool = False
     defaults = {name: value for name, value in _vllms().items() if name not in extra}
     told = defaults if serves else {name: value for name, value in defaults.items() if name != "host"}
     _raise([*_unknown(extra), *_faults(extra), *_faults(told, _VLLMS)])
-    options = msgspec.convert(defaults | dict(extra), Options, strict=False)
+    ours = {name: value for name, value in extra.items() if name in _TYPES}
+    options = msgspec.convert(defaults | ours, Options, strict=False)
     _raise(list(_unusable(options, index, resolves=serves and resolves)))
     return msgspec.structs.replace(options, port=options.port + index)
 
@@ -130,7 +144,11 @@ def _vllms() -> dict[str, Any]:
 
 
 def _unknown(extra: Mapping[str, Any]) -> Iterator[str]:
-    if strange := sorted(str(name) for name in set(extra) - set(_TYPES)):
+    for name, (same, instead) in _THEIRS.items():
+        if name in extra and (same is None or extra[name] != same):
+            given = reprlib.repr(extra[name])
+            yield f"{name} is {given}: this option of vLLM's NIXL connector has no effect here: {instead}"
+    if strange := sorted(str(name) for name in set(extra) - set(_TYPES) - set(_THEIRS)):
         yield f"there is no option {', '.join(map(repr, strange))}; the options are {', '.join(_TYPES)}"
 
 
