@@ -328,7 +328,7 @@ class KVCacheParams:
     # how a request's replica is chosen
     routing: Routing = field(default_factory=Routing)
     # The largest share of a replica's idle pages that may follow retention hints, 0.0 to 1.0. The other pages are
-    # evicted least recently used first (see `kvcache.pool.hinted_order`). With 0.0, hints are ignored.
+    # evicted least recently used first (see `kvcache.policies.hinted_order`). With 0.0, hints are ignored.
     max_hint_share: float = 0.95
     # The share of a replica's pages, 0.0 to 1.0, that may be idle pages of one `cache_salt`. If a salt has more idle
     # pages than that, the surplus is evicted before all other pages.

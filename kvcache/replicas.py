@@ -17,7 +17,7 @@ from kvcache.events.wire import CacheSpec, spec_of
 from kvcache.layer_groups import LayerTables
 from kvcache.layout import replica_fingerprint
 from kvcache.params import KVCacheParams, KVEvents, Routing
-from kvcache.pool.over_order import CheckedOrder
+from kvcache.policies.factory import order_of, set_policy
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
 from kvcache.replica.batch import UNKNOWN, Batch, BatchState, Gathered, Share
@@ -52,8 +52,7 @@ def place_replicas(
     for group in devices:
         pinned = any(device.type == "cuda" for device in group)
         block_rows = BlockRows(every, len(placed), sizes.max_seq_len, tables.groups, pinned=pinned)
-        make_order = params.eviction_order
-        order = None if make_order is None else CheckedOrder(pages, make_order(pages))
+        order = order_of(params, pages)
         memory = PageMemory(layouts, pages, group, stream)
         if params.states is None:
             replica = Replica(params, tables, block_rows, PagePool(pages, words, order), mark)
@@ -66,6 +65,7 @@ def place_replicas(
             apart = room_apart(params.states, params.states_apart(rows), group, words)
             states = StatePages(params.states, apart, mark)
             replica = Replica(params, tables, block_rows, PagePool(pages, words, order), mark, [states])
+        set_policy(replica, params)
         placed.append(PlacedReplica(replica, memory))
     of_states = state_layouts(params.states, len(layouts))
     every_layout = [*layouts, *chain.from_iterable(kinds.values() for kinds in of_states)]

@@ -1,6 +1,6 @@
 """`Retention`: a client's hints about the future use of pages, and the one-byte codes that pages get from them.
 
-`kvcache.pool.hinted_order` uses the codes.
+`kvcache.policies.hinted_order` uses the codes.
 """
 
 import functools
@@ -58,8 +58,8 @@ class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
     """A client's knowledge about the future use of a request's pages. It biases the eviction order, but pins no page.
 
     The hints are read when the request is admitted, and again when it is released. Its pages get the hints that were
-    read at the release. A wrong hint costs little (see `kvcache.pool.hinted_order`). A correct `session_continues` can
-    be worth as much as a pool of twice the size. Raises `InvalidRequestError` (a ValueError) if a value is out of
+    read at the release. A wrong hint costs little (see `kvcache.policies.hinted_order`). A correct `session_continues`
+    can be worth as much as a pool of twice the size. Raises `InvalidRequestError` (a ValueError) if a value is out of
     range.
     """
 

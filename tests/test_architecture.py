@@ -42,9 +42,10 @@ ROOMS: dict[str, set[str]] = {
     "kvcache.endpoints values": {"kvcache values", "kvcache.events"},
     "kvcache.replica": {"kvcache values", "kvcache.pool", "kvcache.events", "kvcache.states"},
     "kvcache.tiers": {"kvcache values", "kvcache.pool", "kvcache.replica", "kvcache.states"},
+    "kvcache.policies": {"kvcache values", "kvcache.pool", "kvcache.replica", "kvcache.states"},
     "kvcache": {
         *("kvcache values", "kvcache.pool", "kvcache.events", "kvcache.replica", "kvcache.states", "kvcache.tiers"),
-        "kvcache.endpoints values",
+        *("kvcache.endpoints values", "kvcache.policies"),
     },
     "kvcache.watch": {"kvcache values", "kvcache.pool", "kvcache.replica", "kvcache"},
     "kvcache.endpoints": {
@@ -123,6 +124,8 @@ CONTRACT = {
 }
 # The only folder of `kvcache` that imports zmq and prometheus_client.
 _ENDPOINTS = "kvcache.endpoints."
+# Only the factory imports a policy by its name. Everything else knows the protocols: `EvictionOrder`, `ReplicaPolicy`.
+_POLICIES, _FACTORY = "kvcache.policies.", "kvcache.policies.factory"
 
 
 @cache
@@ -208,6 +211,9 @@ def test_outside_libraries_and_the_contract_have_their_places() -> None:
     for module in files():
         tops = {name.split(".")[0] for name in imports(module)}
         assert "nixl" not in tops or module == "transfer.nixl.agent", module
+        if not module.startswith(_POLICIES):
+            known = {name for name in imports(module) if name.startswith(_POLICIES)}
+            assert known <= {_FACTORY}, f"{module}: {known - {_FACTORY}}"
         if module.startswith("kvcache"):
             assert not {"zmq", "prometheus_client"} & tops or module.startswith(_ENDPOINTS), module
         if module.startswith("transfer"):

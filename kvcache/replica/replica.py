@@ -22,8 +22,8 @@ from kvcache.pool.pages_below import Asked, PagesBelow
 from kvcache.replica.context import ContextIndices, SafeContext
 from kvcache.replica.copier import ImportBook
 from kvcache.replica.hashing import ExtraKeys, PrefixHasher
-from kvcache.replica.hints import ReplicaHints
 from kvcache.replica.leases import PageLease, PageLeases
+from kvcache.replica.policy import ReplicaPolicy
 from kvcache.replica.resume import Found, Reservation
 from kvcache.replica.row_states import RowStates
 from kvcache.replica.rows import NEVER, ONE, BlockRows, Filled, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
@@ -72,7 +72,7 @@ class Replica:
         # A request of up to this many tokens always fits into an empty pool, so its pages need not be counted.
         self._always_fits = min(self.max_seq_len, (pool.num_pages - pool.beside) // self.tables.count * self.page_size)
         self.states = [RowStates(pages, self.tables, self.hasher, params) for pages in states]
-        self.hints = ReplicaHints(self.tables, self.hasher, self.published_digests, self.salt, params, states)
+        self.hints = ReplicaPolicy()
         self.tier = PagesBelow()
         # The lookup that `find` begins with. With recurrent states it returns all published pages that the request
         # could use, and `find` shortens the result to a page after which a state is cached. For a single table without

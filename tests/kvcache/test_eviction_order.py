@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from kvcache import EvictionOrder, InvariantError, LruOrder, Retention
-from kvcache.pool.hinted_order import HintedOrder
-from kvcache.pool.quotas import QuotaOrder, TenantQuotas
+from kvcache.policies.hinted_order import HintedOrder
+from kvcache.policies.quotas import QuotaOrder, TenantQuotas
 from kvcache.retention import page_hints
-from tests.kvcache.hinted_idle import HintedIdle, said_of
+from tests.kvcache.policies.hinted_idle import HintedIdle, said_of
 from tests.programs import ROOT
 
 PAGES = 24

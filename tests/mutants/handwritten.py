@@ -124,7 +124,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.hints",
+        "kvcache.policies.hints",
         [
             Mutation("_said_of", "said[newest[newest >= 0]] = True", "said[:] = True"),
             Mutation("ReplicaHints.leave", "pages, self._salt_of(row)", 'pages, getattr(context, "cache_salt", None)'),

@@ -25,15 +25,19 @@ _DOORS: dict[str, dict[str, str]] = {
         "events/log": "events/grouped_events events/events",
         "layout": "layout quantization",
         "manager": "manager admission closed interrupts misuse recovery steps_in_flight endpoints/prometheus "
-        "endpoints/reset replica/fork replica/imports replica/further_imports replica/leases replica/hints "
+        "endpoints/reset replica/fork replica/imports replica/further_imports replica/leases policies/hints "
         "states/lent_states tiers/host_tier",
         "params": "params quantization states/state_memory",
+        "policies/baseline": "policies/baseline policies/hints",
+        "policies/factory": "eviction_order policies/over_order policies/hints",
+        "policies/hint_share": "policies/baseline policies/hints",
+        "policies/hinted_order": "eviction_order",
+        "policies/hints": "policies/further_hints recovery states/kept_states_hints",
+        "policies/quotas": "eviction_order policies/hints states/kept_states_hints",
         "pool/index": "pool/pages",
-        "pool/hinted_order": "eviction_order",
         "pool/lru_order": "eviction_order",
-        "pool/quotas": "eviction_order replica/hints states/kept_states_hints",
         "recovery": "recovery steps_in_flight interrupts",
-        "replica/replica": "manager admission million_moves replica/batch replica/hints replica/pages_below "
+        "replica/replica": "manager admission million_moves replica/batch policies/hints replica/pages_below "
         "states/cancelled_imports states/lent_states states/grouped_states_below replica/contents tiers/host_tier "
         "tiers/object_tier",
         "replica/block_table": "replica/imports replica/leases replica/further_imports",
@@ -45,7 +49,6 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/contents": "replica/contents replica/imports_for_nobody replica/lent_tables states/lent_states",
         "replica/context": "replica/batch replica/fork steps_in_flight",
         "replica/hashing": "replica/chained",
-        "replica/hints": "replica/further_hints recovery states/kept_states_hints",
         "replica/imports": "replica/further_imports handover events/events",
         "replica/inputs": "replica/batch steps_in_flight replica/further_tables",
         "replica/reservation": "replica/replica",
@@ -54,7 +57,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/row_states": "million_moves admission states/row_states states/grouped_states "
         "states/grouped_states_below states/kept_states_hints states/cancelled_imports states/lent_states "
         "states/copied_states",
-        "replica/tables": "replica/further_tables replica/further_imports replica/further_hints replica/rows manager "
+        "replica/tables": "replica/further_tables replica/further_imports policies/further_hints replica/rows manager "
         "million_moves replica/leases",
         "replicas": "replicas manager admission handover steps_in_flight replica/batch replica/fork "
         "events/events tiers/host_tier tiers/file_tier million_moves states/grouped_states_below",

@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import random
@@ -9,11 +10,11 @@ import pytest
 
 from kvcache.errors import InvariantError
 from kvcache.eviction_order import BY_TURN, Pages
-from kvcache.pool.hinted_order import HintedOrder
+from kvcache.policies.hinted_order import HintedOrder
+from kvcache.policies.quotas import QuotaOrder, TenantQuotas
 from kvcache.pool.journal import BY_RESET, PageReader
 from kvcache.pool.lru_order import LruOrder
 from kvcache.pool.pages import PagePool
-from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 from kvcache.retention import NEUTRAL, PageHints
 
 SIZE = 12
@@ -403,7 +404,7 @@ def test_after_an_interrupt_the_pool_agrees_with_a_recount(wrong: str) -> None:
     free = pool.idle.count + len(held) - 5
     holders, writers = (np.zeros(SIZE + 1, np.int64) for _ in range(2))
     holders[held[4:6]], holders[held[6]], writers[held[7]] = 1, 2, 1
-    match wrong:
+    match wrong:  # pyright: ignore[reportMatchNotExhaustive]
         case "holders":
             pool.holders[:] = 3
         case "writers":

@@ -9,7 +9,7 @@ import pytest
 
 from kvcache import LruOrder
 from kvcache.eviction_order import BY_HINT, BY_TURN, Indices, Pages, Reasons
-from kvcache.pool.hinted_order import HintedOrder
+from kvcache.policies.hinted_order import HintedOrder
 from kvcache.pool.index import Digests
 from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool

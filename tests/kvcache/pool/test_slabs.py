@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 from __future__ import annotations
 
 import numpy as np
@@ -5,9 +6,9 @@ import pytest
 
 from kvcache.errors import InvariantError
 from kvcache.eviction_order import BY_QUOTA, BY_TURN
-from kvcache.pool.hinted_order import HintedOrder
+from kvcache.policies.hinted_order import HintedOrder
+from kvcache.policies.quotas import QuotaOrder, TenantQuotas
 from kvcache.pool.journal import PageReader
-from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 from kvcache.pool.slabs import SlabPool
 from kvcache.retention import NEUTRAL, PageHints
 
@@ -68,8 +69,8 @@ class Elsewhere:
 
 def made(num_pages: int = 15, slab_pages: int = 4) -> tuple[SlabPool, Kept, Elsewhere]:
     pool = SlabPool(num_pages, 1, slab_pages)
-    pool.cached, pool.moves = Kept(pool), Elsewhere(pool)
-    return pool, pool.cached, pool.moves
+    pool.cached, pool.moves = Kept(pool), Elsewhere(pool)  # pyright: ignore[reportAttributeAccessIssue]
+    return pool, pool.cached, pool.moves  # pyright: ignore[reportReturnType]
 
 
 def publish(pool: SlabPool, pages: np.ndarray) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from kvcache.errors import InvariantError
 from kvcache.eviction_order import Pages
+from kvcache.policies.quotas import QuotaOrder, TenantQuotas
 from kvcache.pool.pages import PageMoves
-from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 from kvcache.pool.slabs import SlabPool, SlabStates
 
 
@@ -68,7 +68,7 @@ class Cached:
 
     def __init__(self, pool: SlabPool, used: int) -> None:
         self.pool, self.slab, self.used, self.is_idle = pool, pool.take_slab(), used, True
-        pool.cached = self
+        pool.cached = self  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def num_idle(self) -> int:

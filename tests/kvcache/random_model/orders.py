@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcache import Retention
-from tests.kvcache.hinted_idle import HintedIdle, said_of
+from tests.kvcache.policies.hinted_idle import HintedIdle, said_of
 from tests.kvcache.random_model import seam
 from tests.kvcache.random_model.matrix import PAGE_SIZE, Built
 from tests.kvcache.random_model.plain import Digest, Names, Replica, Request, content

@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """The model's access to a manager's internals. If they change, only this file of the model needs to change."""
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kvcache import PagedKVCacheManager, PageLease, TextContext
 from kvcache.copies import Copy, PageMover
 from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.tiers.tiers import Tiers
-from tests.kvcache.hinted_idle import hinted_order, trust
+from tests.kvcache.policies.hinted_idle import hinted_order, trust
 
 Digest = bytes
 
@@ -228,11 +229,11 @@ def say_time(manager: PagedKVCacheManager, clock: Callable[[], float], share: fl
     on.
     """
     for replica in manager._replicas.each:
-        replica.hints._follow_hints()
+        replica.hints._follow_hints()  # pyright: ignore[reportAttributeAccessIssue]
         assert (order := hinted_order(replica.pool)) is not None
         order._clock = clock
         if share is not None:
-            replica.hints._start()
+            replica.hints._start()  # pyright: ignore[reportAttributeAccessIssue]
             trust(replica.hints, share)
     for states in manager.states:
         if (of_states := hinted_order(states.pool)) is not None:
@@ -248,7 +249,7 @@ def tenants(manager: PagedKVCacheManager, replica: int) -> dict[str, int]:
     """Returns the tenants that have had idle pages, with the number of their idle pages. The tenants have the order in
     which their quotas are checked. The result is empty without quotas.
     """
-    quotas = manager._replicas.each[replica].hints._quotas
+    quotas = manager._replicas.each[replica].hints._quotas  # pyright: ignore[reportAttributeAccessIssue]
     if quotas is None:
         return {}
     in_order = sorted(quotas._ids, key=lambda salt: quotas._ids[salt])

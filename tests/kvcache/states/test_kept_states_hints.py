@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Hints and quotas also apply to the copies of states that a prefix needs. The states may share memory with pages or
 have separate memory.
 """
@@ -13,11 +14,11 @@ import torch
 
 from kvcache import KVCacheParams, PagedKVCacheManager, RangeRetention, Retention, TextContext
 from kvcache.params import StateShape
-from kvcache.pool.hinted_order import HintedOrder
+from kvcache.policies.hinted_order import HintedOrder
 from kvcache.states.state_memory import page_bytes, state_layouts
-from tests.kvcache.hinted_idle import trust
+from tests.kvcache.policies.hinted_idle import trust
+from tests.kvcache.policies.test_hints import evidence, recover
 from tests.kvcache.random_model.matrix import SHAPES
-from tests.kvcache.replica.test_hints import evidence, recover
 
 LAST, FIRST = Retention(session_continues=True), Retention(session_continues=False)
 SIZE = 4
@@ -310,7 +311,7 @@ def test_in_one_memory_a_state_copy_counts_towards_the_quota_as_the_pages_of_its
     for name in range(100, 130):
         serve(manager, prompt(name), cache_salt="small")
     assert [found(manager, prompt(name)) for name in range(3)] == [2] * 3
-    quotas = manager._replicas.each[0].hints._quotas
+    quotas = manager._replicas.each[0].hints._quotas  # pyright: ignore[reportAttributeAccessIssue]
     assert quotas is not None
     mine, more = quotas._ids["small"], 200
     while quotas._surplus(mine) > 0:

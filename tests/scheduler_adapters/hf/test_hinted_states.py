@@ -13,7 +13,7 @@ from kvcache import Retention
 from kvcache.replica.context import TextContext
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of
 from scheduler_adapters.hf.tiny import ByteTokenizer
-from tests.kvcache.hinted_idle import trust
+from tests.kvcache.policies.hinted_idle import trust
 from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, own_tokens
 
 PAGE, NEW = 8, 6

@@ -9,7 +9,7 @@ import pytest
 
 from kvcache import InvariantError, LruOrder
 from kvcache.eviction_order import Pages
-from kvcache.pool.quotas import QuotaOrder, TenantQuotas
+from kvcache.policies.quotas import QuotaOrder, TenantQuotas
 
 SLAB_PAGES, SLABS, PAGES = 4, 10, 43
 # In a pool of 43 pages, "a" has a quota of two slabs, "b" of four slabs and "c" of none.

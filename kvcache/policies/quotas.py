@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
 from kvcache.eviction_order import BY_QUOTA, BY_TURN, EvictionOrder, Indices, Pages, Reasons
+from kvcache.policies.over_order import OverOrder
 from kvcache.pool.lru_order import LruOrder, OrderLog
-from kvcache.pool.over_order import OverOrder
 
 # the most tenants with idle pages that have a quota of their own; all further tenants share one quota
 MOST_TENANTS = 1024

@@ -10,7 +10,7 @@ import pytest
 
 from kvcache import LayerGroup, PagedKVCacheManager, RangeRetention, Retention, TextContext
 from tests.kvcache.build import manager_of
-from tests.kvcache.replica.test_hints import FIRST, LAST, trusting
+from tests.kvcache.policies.test_hints import FIRST, LAST, trusting
 
 WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)  # A window of 6 tokens takes 2 pages of 4 tokens.
 # The full group has two tables, because it has two layers.

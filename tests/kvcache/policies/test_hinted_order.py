@@ -9,7 +9,7 @@ import pytest
 
 from kvcache import InvariantError, LruOrder, Retention
 from kvcache.eviction_order import BY_HINT
-from kvcache.pool.hinted_order import HintedOrder
+from kvcache.policies.hinted_order import HintedOrder
 from kvcache.retention import NEUTRAL, PageHints, page_hints
 
 POOL = 30

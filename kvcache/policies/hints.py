@@ -10,18 +10,21 @@ from numpy.typing import NDArray
 
 from kvcache.eviction_order import BY_QUOTA, EvictionOrder, Reasons
 from kvcache.params import KVCacheParams
-from kvcache.pool.hinted_order import Baseline, HintedOrder, HintShare, Words
+from kvcache.policies.baseline import Baseline
+from kvcache.policies.hint_share import HintShare
+from kvcache.policies.hinted_order import HintedOrder
+from kvcache.policies.quotas import QuotaOrder, TenantQuotas
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.journal import PageReader
-from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 from kvcache.replica.context import HasherOfRow, SafeContext
+from kvcache.replica.policy import ReplicaPolicy, Words
 from kvcache.replica.rows import Ints, Pages
 from kvcache.replica.tables import RowTables
 from kvcache.retention import LEVEL_OF, NEUTRAL, PageHints, page_hints
 from kvcache.states.state_pages import StatePages
 
 
-class ReplicaHints(PageReader):
+class ReplicaHints(ReplicaPolicy, PageReader):
     """The retention hints and tenant quotas of one replica.
 
     Hints are followed only as far as they prove useful. To measure how useful they are, two simulated caches
@@ -54,11 +57,10 @@ class ReplicaHints(PageReader):
         self._digests_of = digests_of  # returns the digests of the published pages of a row
         # Returns the salt of a row's pages, even if the request's context has another salt by now.
         self._salt_of = salt_of
-        caching = params.enable_prefix_caching
         # Whether the caller has supplied an eviction order. This order then receives the hints, and decides how far to
         # follow them.
         self._has_own = params.eviction_order is not None
-        self._most_hinted = params.max_hint_share if caching and not self._has_own else 0.0
+        self._most_hinted = 0.0 if self._has_own else params.max_hint_share
         self._of_states = [StateHints(pages, pool.beside) for pages in states]
         # For each row, three numbers of prompt pages: the pages that the baseline with plain LRU has found, the pages
         # that the baseline with hints has found, and the pages that were looked up.
@@ -69,7 +71,7 @@ class ReplicaHints(PageReader):
         self.has_begun = False  # whether the baselines exist
         self._share = HintShare(pool.num_pages, params.max_hint_share)
         self._quotas: TenantQuotas | None = None
-        if caching and (params.tenant_quota < 1.0 or params.tenant_quotas):
+        if params.tenant_quota < 1.0 or params.tenant_quotas:
             self._quotas = TenantQuotas(pool.num_pages, params.tenant_quota, params.tenant_quotas)
             order = pool.idle if self._has_own else HintedOrder(pool.num_pages, pool.idle)
             pool.follow(QuotaOrder(order, self._quotas))

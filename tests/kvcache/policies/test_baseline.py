@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from kvcache import PagedKVCacheManager, Retention, TextContext
-from kvcache.pool.hinted_order import Baseline, HintShare
+from kvcache.policies.baseline import Baseline
+from kvcache.policies.hint_share import HintShare
 from kvcache.retention import NEUTRAL, PageHints
 from tests.kvcache.build import manager_of
 

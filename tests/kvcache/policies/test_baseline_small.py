@@ -8,7 +8,8 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from kvcache.pool.hinted_order import Baseline, Words
+from kvcache.policies.baseline import Baseline
+from kvcache.replica.policy import Words
 from kvcache.retention import PageHints
 
 FIRST, LAST = 0, 4

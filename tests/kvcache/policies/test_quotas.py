@@ -9,8 +9,8 @@ import pytest
 
 from kvcache import InvariantError, LruOrder, Retention
 from kvcache.eviction_order import BY_HINT, BY_QUOTA, BY_TURN
-from kvcache.pool.hinted_order import HintedOrder
-from kvcache.pool.quotas import QuotaOrder, TenantQuotas
+from kvcache.policies.hinted_order import HintedOrder
+from kvcache.policies.quotas import QuotaOrder, TenantQuotas
 from kvcache.retention import page_hints
 
 POOL = 30
@@ -67,7 +67,7 @@ def test_a_tenant_s_pages_are_evicted_up_to_its_oldest_slab_and_its_slabs_up_to_
 
 
 def test_tenants_beyond_the_number_of_places_share_one_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.pool.quotas.MOST_TENANTS", 3)
+    monkeypatch.setattr("kvcache.policies.quotas.MOST_TENANTS", 3)
     quotas = TenantQuotas(POOL, 0.1, {})
     order = QuotaOrder(LruOrder(POOL), quotas)
     owned(order, quotas, None, 30)

@@ -1,6 +1,6 @@
 """A model of the eviction order with hints and quotas. It handles one page at a time, and consists of plain dicts.
 
-It is written from the documentation of `kvcache.retention` and `kvcache.pool.quotas`. Two things are taken from the
+It is written from the documentation of `kvcache.retention` and `kvcache.policies.quotas`. Two things are taken from the
 manager. One is the share of the pages that follow hints, because the manager learns it. The other is the order in which
 tenants above their quotas lose pages, because it is not specified.
 """
@@ -13,9 +13,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvcache import RangeRetention, Retention
-from kvcache.pool.hinted_order import HintedOrder
+from kvcache.policies.hinted_order import HintedOrder
+from kvcache.policies.hints import ReplicaHints
 from kvcache.pool.pages import PagePool
-from kvcache.replica.hints import ReplicaHints
+from kvcache.replica.policy import ReplicaPolicy
 
 
 def hinted_order(pool: PagePool) -> HintedOrder | None:
@@ -26,8 +27,9 @@ def hinted_order(pool: PagePool) -> HintedOrder | None:
     return order if isinstance(order, HintedOrder) else None
 
 
-def trust(hints: ReplicaHints, share: float) -> None:
+def trust(hints: ReplicaPolicy, share: float) -> None:
     """Sets the share of the idle pages that follows hints, as if hints had been right or wrong for a while."""
+    assert isinstance(hints, ReplicaHints)
     hints._share.value = share
     hints._pool.idle.trust(share)
 

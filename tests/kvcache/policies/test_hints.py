@@ -13,7 +13,7 @@ from kvcache import InvalidParamsError, LruOrder, PagedKVCacheManager, RangeRete
 from kvcache.eviction_order import BY_HINT, BY_QUOTA, BY_TURN
 from kvcache.retention import PageHints
 from tests.kvcache.build import manager_of, run_once
-from tests.kvcache.hinted_idle import trust
+from tests.kvcache.policies.hinted_idle import trust
 
 LAST, FIRST = Retention(session_continues=True), Retention(session_continues=False)
 

@@ -19,7 +19,7 @@ from kvcache import (
     PagedKVCacheManager,
     TextContext,
 )
-from kvcache.pool.over_order import CheckedOrder
+from kvcache.policies.over_order import CheckedOrder
 
 PAGES = 12
 

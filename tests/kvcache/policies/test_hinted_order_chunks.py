@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvcache import LruOrder
-from kvcache.pool.hinted_order import HintedOrder
+from kvcache.policies.hinted_order import HintedOrder
 from kvcache.pool.lru_order import CHUNK
 from kvcache.retention import SHARED
 

@@ -11,8 +11,8 @@ import pytest
 
 from kvcache import EvictionOrder, InvariantError, LruOrder
 from kvcache.eviction_order import Indices, Pages, Reasons
-from kvcache.pool.over_order import CheckedOrder, OverOrder
-from kvcache.pool.quotas import QuotaOrder
+from kvcache.policies.over_order import CheckedOrder, OverOrder
+from kvcache.policies.quotas import QuotaOrder
 
 PAGES = 12
 CALLS = {name for name, one in vars(EvictionOrder).items() if isinstance(one, FunctionType) and name[0] != "_"}
