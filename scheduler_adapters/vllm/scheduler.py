@@ -28,7 +28,7 @@ from vllm.v1.request import RequestStatus
 from scheduler_adapters.vllm.config import read_options, worker_config
 from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
 from scheduler_adapters.vllm.samples import FirstSample, SharedLeases, SharedLoads, is_later_prompt
-from scheduler_adapters.vllm.versions import OURS, VLLM
+from scheduler_adapters.vllm.versions import IS_TRIED, OURS, TRIED, VLLM
 from scheduler_adapters.vllm.weights import named_adapter
 from transfer.connector.metadata import WorkerOutput
 from transfer.connector.scheduler import NixlConnectorScheduler
@@ -103,6 +103,10 @@ class SchedulerSide:
         self._say_started(f"answers readers at {address}")
 
     def _say_started(self, does: str) -> None:
+        if not IS_TRIED:
+            logger.warning(
+                "vLLM %s was not tried with this connector, only %s; it has what is needed", VLLM, ", ".join(TRIED)
+            )
         logger.info(
             "pagewire %s under vLLM %s: engine %r %s; leases of %g s, keys: %s",
             OURS,
