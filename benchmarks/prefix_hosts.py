@@ -12,7 +12,7 @@ import msgspec
 
 from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.server import ServerConfig
-from tests.hosts.network import SUBNET, Host, network
+from tests.hosts.network import IPV4, Host, network
 
 WORKER = (sys.executable, "-m", "benchmarks.prefix_worker")
 
@@ -33,7 +33,7 @@ class HostedFleet(Fleet):
         self._names = [config.name for config in configs]
         self.hosts: dict[str, Host] = {}
         self._links = ExitStack()
-        allowed = (f"{SUBNET}.0/24",)
+        allowed = (IPV4.peers,)
         super().__init__([msgspec.structs.replace(one, allowed_peers=allowed) for one in configs], WORKER, curve=True)
 
     def __enter__(self) -> Self:

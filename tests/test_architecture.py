@@ -27,7 +27,7 @@ VALUES = {
         *("uncopied", "under_way", "unmoved"),
     },
     # the rest of this room looks at a manager from outside
-    "kvcache.endpoints": {"addresses", "families", "publisher", "reset", "sockets"},
+    "kvcache.endpoints": {"addresses", "dialer", "families", "publisher", "reset", "sockets"},
     "transfer": {"errors", "failures", "memory", "spans", "stats"},
     "scheduler_adapters": {"base", "errors", "interrupts", "loop", "overlapped"},
     "pagewire": {"arguments", "distribution", "extras", "listening", "plots", "tables", "viewer"},
@@ -85,7 +85,9 @@ ROOMS: dict[str, set[str]] = {
         "kvcache.endpoints",
         *("transfer values", "transfer.wire", "transfer.pull", "transfer.connector", "scheduler_adapters.service"),
     },
-    "scheduler_adapters.vllm": {"transfer values", "transfer.wire", "transfer.connector"},
+    "scheduler_adapters.vllm": {
+        *("kvcache.endpoints values", "transfer values", "transfer.wire", "transfer.connector"),
+    },
     "scheduler_adapters": set(),
     "pagewire values": {"scheduler_adapters values"},
     "pagewire.demo": {

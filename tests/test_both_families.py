@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import zmq
 
-from kvcache.endpoints.addresses import needs_ipv6
+from kvcache.endpoints.addresses import has_ipv6
 from kvcache.endpoints.sockets import bound_socket, connect, keep_alive
 from kvcache.endpoints.watch import ManagerWatch
 from pagewire.listening import in_url, listen
@@ -29,18 +29,11 @@ from scheduler_adapters.service.sockets import bind_router, join_frontend
 from scheduler_adapters.sglang import rooms
 from tests.pagewire.top.test_command import busy_manager
 from tests.transfer.pull.test_ownership import MINE, Reader, Side, leased
+from transfer.errors import HandshakeError
 from transfer.wire.allowed_peers import AllowedPeers, host_of
 from transfer.wire.keys import make_keyrings
 
 ROOT = Path(__file__).parents[1]
-
-
-def has_ipv6() -> bool:
-    try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6):
-            return True
-    except OSError:
-        return False
 
 
 def shared() -> Any:
@@ -189,39 +182,10 @@ def test_clients_reach_a_front(host: str, program: Any, tmp_path: Path) -> None:
         assert answer.status == 200
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "needed"),
-    [
-        ("tcp://127.0.0.1:1", False),
-        ("tcp://[::1]:1", True),
-        ("tcp://[fe80::1%eth0]:1", True),
-        ("tcp://four:1", False),
-        ("tcp://six:1", True),
-        ("tcp://dual:1", False),
-        ("tcp://nowhere:1", False),
-        ("tcp://" + "x" * 100 + ":1", False),
-        ("tcp://*:1", False),
-        ("ipc:///run/[p]", False),
-        ("tcp://", False),
-    ],
-)
-def test_a_name_needs_ipv6_if_it_has_no_other_address(
-    monkeypatch: pytest.MonkeyPatch, endpoint: str, needed: bool
-) -> None:
-    names = {"four": [socket.AF_INET], "six": [socket.AF_INET6], "dual": [socket.AF_INET6, socket.AF_INET]}
-
-    def looked_up(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
-        if host not in names:
-            raise socket.gaierror(socket.EAI_NONAME, "unknown")
-        return [(family, 1, 6, "", ()) for family in names[host]]
-
-    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
-    assert needs_ipv6(endpoint) is needed
-
-
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no address ::1")
-def test_the_wildcard_of_ipv6_accepts_both_families() -> None:
-    with listen("::", 0) as listening:
+@pytest.mark.parametrize("given", ["::", "*"])
+def test_the_wildcard_of_http_accepts_both_families(given: str) -> None:
+    with listen(given, 0) as listening:
         for host in ("127.0.0.1", "::1"):
             socket.create_connection((host, listening.getsockname()[1]), 30).close()
 
@@ -231,9 +195,13 @@ def test_an_address_with_a_scope_is_a_peer(scope: str) -> None:
     endpoint = f"tcp://[fe80::1%{scope}]:5600"
     AllowedPeers(["fe80::/10"]).check(endpoint)
     AllowedPeers(host_of(endpoint)).check(endpoint)
+    with pytest.raises(HandshakeError, match="is not in allowed_peers"):  # another link, and so another host
+        AllowedPeers(host_of(endpoint)).check("tcp://[fe80::1%eth7]:5600")
 
 
 MAKERS = {
+    "kvcache/endpoints/addresses.py": "asks for the family and for an interface's address",
+    "kvcache/endpoints/dialer.py": "connects ZMQ's sockets to names",
     "kvcache/endpoints/sockets.py": "the one place of ZMQ's sockets and their gates",
     "pagewire/listening.py": "the one place of HTTP's sockets",
     "scheduler_adapters/service/fleet.py": "binds an ipc address alone",

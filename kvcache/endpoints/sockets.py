@@ -15,16 +15,15 @@ A gate limits the frames per second of each peer and of all peers together. Fram
 
 import contextlib
 import errno
-import fcntl
 import functools
 import logging
 import math
 import os
+import re
 import resource
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import Counter, deque
@@ -36,7 +35,8 @@ from typing import Any, Literal, cast
 import zmq
 
 from kvcache.arguments import shown
-from kvcache.endpoints.addresses import needs_ipv6
+from kvcache.endpoints.addresses import check_scope, families_of, in_endpoint, split, to_bind
+from kvcache.endpoints.dialer import dialed
 from kvcache.errors import InvalidParamsError
 
 Dropped = Literal["peers", "protocol", "frames", "bytes", "subscriptions"]
@@ -53,7 +53,9 @@ _ACCEPTS_PER_S = 500.0
 _REFILL_S = 0.002
 _IDLE_S = 3600.0  # in seconds: the longest wait for an event
 _SAID_S = 60.0  # in seconds: the shortest time between two log messages
-_INTERFACE_ADDRESS = 0x8915  # the ioctl SIOCGIFADDR
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9.])?")
+_MAX_PORT = (1 << 16) - 1
+_IPV6 = socket.AF_INET6
 _log = logging.getLogger("pagewire")
 
 
@@ -429,26 +431,18 @@ def listener(address: str) -> tuple[socket.socket, str]:
     host, _, port = place.rpartition(":")
     if not host or not (port.isdecimal() or port == "*"):
         raise OSError(errno.EINVAL, "Invalid argument")
-    host = _numeric(host.strip("[]"))
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = _listener_at(family, (host, 0 if port == "*" else int(port)))
-    shown = f"[{host}]" if family == socket.AF_INET6 else host
-    return made, f"tcp://{shown}:{made.getsockname()[1]}"
+    host = to_bind(host.strip("[]"))
+    at = _in_socket(host, 0 if port == "*" else int(port))
+    made = _listener_at(socket.AF_INET6 if len(at) > 2 else socket.AF_INET, at)
+    return made, f"tcp://{in_endpoint(host)}:{made.getsockname()[1]}"
 
 
-def _numeric(host: str) -> str:
-    if host == "*":
-        return "0.0.0.0"  # noqa: S104 - the caller asks for it
-    for family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError):
-            socket.inet_pton(family, host.partition("%")[0])
-            return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:  # here, `host` is the name of a network interface
-        try:
-            found = fcntl.ioctl(asked, _INTERFACE_ADDRESS, struct.pack("256s", host.encode()[:15]))
-        except OSError as error:
-            raise OSError(errno.ENODEV, "No such device") from error
-    return socket.inet_ntoa(found[20:24])
+def _in_socket(host: str, port: int) -> tuple[Any, ...]:
+    """Returns an address in the form that Python's sockets take. An IPv6 address needs the number of its scope."""
+    if ":" not in host:
+        return (host, port)
+    address, _, scope = host.partition("%")
+    return (address, port, 0, (int(scope) if scope.isdecimal() else socket.if_nametoindex(scope)) if scope else 0)
 
 
 def remove_left(place: str) -> None:
@@ -474,7 +468,7 @@ def _refuses(at: str) -> bool:
         return asked.connect_ex(at) == errno.ECONNREFUSED
 
 
-def _listener_at(family: socket.AddressFamily, at: str | tuple[str, int]) -> socket.socket:
+def _listener_at(family: socket.AddressFamily, at: str | tuple[Any, ...]) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         if family != socket.AF_UNIX:
@@ -520,11 +514,14 @@ class BoundSocket(zmq.Socket[bytes]):
 
         Raises `ZMQError` if the address cannot be bound.
         """
-        self.setsockopt(zmq.IPV6, int("[" in address))
         try:
             if limits is None or not address.startswith(("tcp://", "ipc://")):
                 if address.startswith("ipc://"):
                     remove_left(address.removeprefix("ipc://"))
+                if place := split(address):
+                    host = in_endpoint(to_bind(place[0]))
+                    address = f"tcp://{host}:{place[1]}"
+                    self.setsockopt(zmq.IPV6, int(host.startswith("[")))
                 self.bind(address)
                 self.address = self.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
                 return
@@ -563,9 +560,10 @@ def _is_free(address: str) -> bool:
     try:
         if transport == "tcp":
             host, _, port = place.rpartition(":")
-            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
+            at = _in_socket(host.strip("[]"), int(port))
+            with socket.socket(socket.AF_INET6 if len(at) > 2 else socket.AF_INET) as tried:
                 tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                tried.bind((host.strip("[]"), int(port)))  # `tried` does not listen, so no peer can connect to it
+                tried.bind(at)  # `tried` does not listen, so no peer can connect to it
         elif transport == "ipc" and place.startswith("@"):
             return _refuses("\0" + place[1:])
         elif transport == "ipc":
@@ -576,12 +574,23 @@ def _is_free(address: str) -> bool:
 
 
 def connect(socket: "zmq.Socket[bytes]", address: str) -> None:
-    """Connect a socket to an address of either IP family.
+    """Connect a socket to an address of either IP family, or to a name.
 
-    A name that has an IPv4 address is reached over IPv4. With its IPv6 option, libzmq would try only IPv6 for such a
-    name. Raises `zmq.ZMQError` for an invalid address.
+    A name of one family is left to libzmq. For a name of both families, or one that is not known yet, a thread of this
+    process tries all addresses (`dialer.py`). Raises `zmq.ZMQError` for an invalid address, and for a link-local one
+    whose network interface this host does not have.
     """
-    socket.setsockopt(zmq.IPV6, int(needs_ipv6(address)))
+    if place := split(address):
+        host, port = place
+        try:
+            check_scope(host)
+        except OSError as error:
+            raise zmq.ZMQError(error.errno or errno.ENODEV, f"{shown(address)}: {error.strerror}") from error
+        families = families_of(host)
+        if len(families) != 1 and _NAME.fullmatch(host) and port.isdecimal() and 0 < int(port) <= _MAX_PORT:
+            address = dialed(socket, host, int(port), keep_connected)
+        else:
+            socket.setsockopt(zmq.IPV6, int(":" in host or families == {_IPV6}))
     socket.connect(address)
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, start_http_server
 
+from kvcache.endpoints.addresses import to_bind
 from kvcache.endpoints.families import Family, FamilyCollector, Sample
 from kvcache.endpoints.prometheus import ManagerCollector
 from kvcache.manager import PagedKVCacheManager
@@ -146,7 +147,8 @@ def serve_metrics(address: str, made: Sequence[FamilyCollector]) -> Generator[st
     """
     host, _, port = address.rpartition(":")
     try:
-        server, thread = start_http_server(int(port), host.strip("[]") or "127.0.0.1", registry_of(*made))
+        at = to_bind(host.strip("[]") or "127.0.0.1")
+        server, thread = start_http_server(int(port), at, registry_of(*made))
     except (OSError, OverflowError, ValueError) as error:
         raise ServiceError(f"metrics cannot be served at {address!r} (host:port is needed): {error}") from error
     try:

@@ -27,6 +27,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel
 
+from kvcache.endpoints.addresses import in_endpoint
 from scheduler_adapters.sglang.engine import building, caches, check_supported, new_engine_id, worker_config
 from scheduler_adapters.sglang.leases import Computed, FollowerLeases, RoomLeases
 from scheduler_adapters.sglang.pulls import Destination, RoomPulls
@@ -108,7 +109,7 @@ class PagewireKVManager(CommonKVManager):
             follower = RankFollower(endpoint(self.local_ip, port), self.attn_tp_rank, token, self._keyring)
             self.leases = FollowerLeases(worker, follower, self)
         else:
-            scheduler = NixlConnectorScheduler(self.config, self.local_ip, endpoint(self.local_ip, 0))
+            scheduler = NixlConnectorScheduler(self.config, in_endpoint(self.local_ip), endpoint(self.local_ip, 0))
             scheduler.set_handshake_metadata(dict(enumerate(ranks)))
             leader = RankLeader(server, self.attn_tp_size, token)
             timeout_s = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())

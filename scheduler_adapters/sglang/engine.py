@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_parallel
 
+from kvcache.endpoints.addresses import in_endpoint
 from scheduler_adapters.sglang.pools import Caches, caches_of
 from scheduler_adapters.sglang.settings import Settings
 from transfer.connector.config import WorkerConfig
@@ -94,7 +95,7 @@ def worker_config(
         tp_size=ranks,
         timing=settings.timing,
         secret=settings.secret,
-        allowed_peers=listed_peers(settings.allowed_peers, f"tcp://{host}:0"),
+        allowed_peers=listed_peers(settings.allowed_peers, f"tcp://{in_endpoint(host)}:0"),
     )
 
 

@@ -21,6 +21,7 @@ import zmq
 from msgspec import Meta
 
 from kvcache.endpoints import sockets
+from kvcache.endpoints.addresses import in_endpoint
 from scheduler_adapters.service.sockets import Pulse, Socket, bind_router, bounded_socket, monitor_of, received
 from transfer.errors import HandshakeError
 from transfer.wire.allowed_peers import AllowedPeers
@@ -94,7 +95,7 @@ def short(reason: str) -> str:
 
 def endpoint(host: str, port: int) -> str:
     """Returns a ZMQ endpoint."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"tcp://{in_endpoint(host)}:{port}"
 
 
 def _context() -> Any:

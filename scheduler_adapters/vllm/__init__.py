@@ -1,6 +1,7 @@
 """Our transfer behind vLLM's connector interface. vLLM imports this package by name, and the package needs vLLM.
 
-Imports `transfer.wire`, `transfer.connector` and the shared modules of `transfer`. Start reading at `connector.py`.
+Imports `transfer.wire`, `transfer.connector` and the shared modules of `kvcache.endpoints` and `transfer`. Start
+reading at `connector.py`.
 """
 
 from scheduler_adapters.vllm.versions import VLLM, check_methods

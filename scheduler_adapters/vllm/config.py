@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvcache.endpoints.addresses import in_endpoint
 from scheduler_adapters.vllm.groups import cache_group
 from scheduler_adapters.vllm.options import Options, options_of
 from transfer.connector.config import Timing, WorkerConfig
@@ -62,7 +63,7 @@ def worker_config(
         kv_buffer_device=str(transfer.kv_buffer_device),
         timing=Timing(lease=options.kv_lease_duration, load=options.load_timeout),
         secret=options.secret or "",
-        allowed_peers=listed_peers(options.allowed_peers, f"tcp://{options.host}:0"),
+        allowed_peers=listed_peers(options.allowed_peers, f"tcp://{in_endpoint(options.host)}:0"),
     )
 
 

@@ -12,7 +12,6 @@ import math
 import os
 import re
 import reprlib
-import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +21,7 @@ import msgspec
 from msgspec import Meta
 from vllm import envs
 
+from kvcache.endpoints.addresses import resolved
 from transfer.connector.config import Timing
 from transfer.errors import InvalidEngineError, TransferError
 from transfer.wire.allowed_peers import AllowedPeers, listed_peers
@@ -30,7 +30,7 @@ from transfer.wire.messages import MAX_LEASE_S
 from transfer.wire.secret import read_secret
 
 _TIMING = Timing()
-_HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9])?")
+_HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9])?|[0-9A-Fa-f:.]{2,45}(?:%[A-Za-z0-9_.-]{1,15})?")
 _MAX_PORT = 65535
 
 
@@ -38,7 +38,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The options in `kv_connector_extra_config`.
 
     Attributes:
-        host: name or IPv4 address at which readers reach this engine, not `0.0.0.0`. Defaults to vLLM's setting for its
+        host: name or IP address at which readers reach this engine, not `0.0.0.0`. Defaults to vLLM's setting for its
             NIXL connector.
         port: port of the handshake server. Defaults to vLLM's setting for its NIXL connector.
         keyring: file with the keys of the side channel. Leave it out if there is a secret.
@@ -73,7 +73,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _EXPECTED = {
-    "host": "a host name or an IPv4 address",
+    "host": "a host name or an IP address",
     "port": f"a whole number from 0 to {_MAX_PORT}",
     "keyring": "the path of a file",
     "secret": "file:PATH or env:NAME",
@@ -173,7 +173,7 @@ def _fault(name: str, value: Any) -> str:
     match name:
         case "host" if not found or _is_every_address(found):
             return f"readers connect to it, so it must be an address of this one host; {expected}"
-        case "host" if not _HOST.fullmatch(found):
+        case "host" if not _HOST.fullmatch(found[1:-1] if found[:1] + found[-1:] == "[]" else found):
             return expected
         case "secret" if found and not found.startswith(("file:", "env:")):
             return f"the secret itself was given, and vLLM writes its arguments to its log. Make a new one; {expected}"
@@ -207,7 +207,7 @@ def _unusable(options: Options, index: int, *, resolves: bool) -> Iterator[str]:
         yield f"port is {options.port}: data-parallel engine {index} would listen at {options.port + index}"
     if resolves:
         try:
-            if _is_every_address(socket.gethostbyname(options.host)):
+            if _is_every_address(resolved(options.host.strip("[]"))):
                 yield f"host is {options.host!r}: it stands for every address of a host, and readers need one"
         except OSError as error:
             yield f"host is {options.host!r}: it has no address here ({error})"

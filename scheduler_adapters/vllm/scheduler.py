@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import reprlib
-import socket
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 from vllm.v1.request import RequestStatus
 
+from kvcache.endpoints.addresses import in_endpoint, resolved
 from scheduler_adapters.vllm.config import read_options, worker_config
 from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
 from scheduler_adapters.vllm.samples import FirstSample, SharedLeases, SharedLoads, is_later_prompt
@@ -71,8 +71,9 @@ class SchedulerSide:
         self._shortens = any(group.is_state or group.window for group in config.groups)
         self._select = kv_cache_config.select_transfer_block_ids
         self._group_ids = kv_cache_config.transfer_group_ids  # vLLM's numbers of the transferred groups
-        address = socket.gethostbyname(options.host) if self._serves else "127.0.0.1"
-        self._connector = NixlConnectorScheduler(config, options.host, f"tcp://{address}:{options.port}", options.keys)
+        address = resolved(options.host.strip("[]")) if self._serves else "127.0.0.1"
+        own = f"tcp://{in_endpoint(address)}:{options.port}"
+        self._connector = NixlConnectorScheduler(config, in_endpoint(options.host), own, options.keys)
         self._sources: set[str] = set()  # requests that still run and whose pages a reader will read; each has a lease
         self._leases, self._loads = SharedLeases(), SharedLoads()
         self._parked: set[str] = set()  # requests that vLLM has parked until their load has ended

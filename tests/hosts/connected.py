@@ -1,3 +1,4 @@
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnusedImport=false
 """A vLLM engine with our connector as a program on a host: `python -m tests.hosts.connected ROLE ADDRESS FOLDER TP`.
 
 It runs in the environment of the tests of vLLM's schedulers and workers.
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tests.vllm_engine.conftest  # noqa: F401 - tells vLLM that its platform is a CPU, before anything else of it
+from tests.hosts.network import PEERS
 from tests.hosts.told import serve
 from tests.vllm_engine.engine import Engine, Shape, expected_tokens
 
@@ -24,7 +26,7 @@ class Connected:
 
     def __init__(self, role: str, address: str, folder: Path, tp_size: int) -> None:
         options = {
-            "host": address, "port": 0, "secret": "env:PAGEWIRE_TEST_SECRET", "allowed_peers": ["10.213.7.0/24"],
+            "host": address, "port": 0, "secret": "env:PAGEWIRE_TEST_SECRET", "allowed_peers": PEERS,
             "kv_lease_duration": 5.0, "load_timeout": 20.0,
         }  # fmt: skip
         shape = Shape(blocks=BLOCKS, tp_size=tp_size, policy="recompute", max_batched=4096, extra=options)

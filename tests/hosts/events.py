@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """A manager that publishes KV events, or a router that follows them: `python -m tests.hosts.events NAME ADDRESS KEYS`.
 
 The process named `publisher` has the manager. It listens on `PORTS`, also after its host has come back. A process with
@@ -17,6 +18,7 @@ import numpy as np
 import zmq
 
 from kvcache import KVEvents, TextContext
+from kvcache.endpoints.sockets import connect
 from kvcache.events.wire import END_OF_REPLAY, hashes_of
 from tests.hosts.told import serve
 from tests.kvcache.build import manager_of
@@ -84,7 +86,7 @@ class Follower:
         self._stream, self._dealer = (self._socket(kind) for kind in (zmq.SUB, zmq.DEALER))
         self._stream.subscribe(b"")
         for socket, endpoint in zip((self._stream, self._dealer), self._endpoints, strict=True):
-            socket.connect(endpoint)
+            connect(socket, endpoint)
         self.seen["connections"] += 1
         self._heard, self._asked = time.monotonic(), 0.0
 

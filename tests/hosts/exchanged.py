@@ -1,3 +1,4 @@
+# pyright: reportDeprecated=false, reportUnknownMemberType=false
 """A manager and its exchange as a program on a host: `python -m tests.hosts.exchanged NAME ADDRESS`."""
 
 import os
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from kvcache import BlockTable, KVCacheParams, PagedKVCacheManager, TextContext
+from tests.hosts.network import PEERS
 from tests.hosts.told import serve
 from transfer.pull.asking import Lent
 from transfer.pull.exchange import PageExchange
@@ -35,7 +37,7 @@ class Exchanged:
         )
         self.exchange = PageExchange(
             self.manager, name, bind=f"tcp://{address}:0", secret=os.environ["PAGEWIRE_TEST_SECRET"],
-            allowed_peers=["10.213.7.0/24"],
+            allowed_peers=PEERS,
         )  # fmt: skip
         self.lent: dict[str, Any] = {}  # For each request, the lent pages that it has not pulled yet.
         self.ended: dict[str, str] = {}  # For each request, the reason for which its lease has ended.

@@ -1,3 +1,4 @@
+# pyright: reportDeprecated=false
 """`pagewire serve` on three hosts: a front, a prefill and a decode process, and prompts for them."""
 
 import itertools
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.hosts.network import Host, network
+from tests.hosts.network import IPV4, PEERS, Family, Host, network
 from tests.hosts.pair import SECRET
 from tests.scheduler_adapters.front.served import COMMON, Served, encoded
 from tests.scheduler_adapters.serving import own_tokens
@@ -23,7 +24,7 @@ from tests.scheduler_adapters.serving import own_tokens
 HEAD = "What a page holds, who may write to it, and when it may be used again. " * 4
 NEW = 64
 _numbers = itertools.count()
-KEYS = ("--secret", "env:PAGEWIRE_TEST_SECRET", "--allowed-peers", "10.213.7.0/24")
+KEYS = ("--secret", "env:PAGEWIRE_TEST_SECRET", "--allowed-peers", ",".join(PEERS))
 
 
 class OnHosts(Served):
@@ -134,9 +135,9 @@ def prompts(count: int, head: str = HEAD) -> list[str]:
 
 
 @contextmanager
-def fleet_on_hosts(folder: Path, *, relayed: bool = False) -> Iterator[Fleet]:
+def fleet_on_hosts(folder: Path, *, relayed: bool = False, family: Family = IPV4) -> Iterator[Fleet]:
     """Starts a fleet on several hosts, and waits until all of its processes have joined."""
-    with network("front", "prefill", "decode", relayed=relayed) as (front, prefill, decode):
+    with network("front", "prefill", "decode", relayed=relayed, families=(family,)) as (front, prefill, decode):
         served = OnHosts(folder, front)
         try:
             where = ("--front", f"tcp://{front.address}:7000", "--address-file", str(served.addresses))

@@ -1,3 +1,4 @@
+# pyright: reportDeprecated=false
 """Hosts on one machine.
 
 Each host has its own network, name and shared memory, and a link that can be cut and slowed. A host is a network
@@ -22,9 +23,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, NamedTuple, Self
 
-SUBNET = "10.213.7"
+from kvcache.endpoints.addresses import in_endpoint
+
+
+class Family(NamedTuple):
+    """The addresses of a network's hosts, by the number of the host."""
+
+    name: str
+    pattern: str  # with a place for the number
+    length: int  # the number of bits of the network's prefix
+    peers: str  # the entry of `allowed_peers` that names all hosts
+    scope: str = ""
+
+    def address(self, number: int) -> str:
+        """Returns the address of a host, without its scope."""
+        return self.pattern.format(number)
+
+
+IPV4 = Family("ipv4", "10.213.7.{}", 24, "10.213.7.0/24")
+IPV6 = Family("ipv6", "fd13:7::{}", 64, "fd13:7::/64")
+LINK_LOCAL = Family("link-local", "fe80::7:{}", 64, "fe80::/10", "%net0")
+PEERS = [*(family.peers for family in (IPV4, IPV6, LINK_LOCAL)), "source"]
+"""The hosts of every network, as entries of `allowed_peers`."""
 # No host has this MAC address, so frames to it are dropped silently.
 _NOBODY = "02:00:00:00:00:99"
 _CLONE_NEWNET = 0x40000000
@@ -55,8 +77,10 @@ def why_not() -> str:
 
 
 @contextmanager
-def network(*names: str, relayed: bool = False) -> "Iterator[tuple[Host, ...]]":
+def network(*names: str, relayed: bool = False, families: Sequence[Family] = (IPV4,)) -> "Iterator[tuple[Host, ...]]":
     """Makes one host for each of these names. The hosts are joined by one bridge, or by a relay.
+
+    Each host has an address of each family. `Host.address` is that of the first family.
 
     At the end, everything that runs on them is killed.
     """
@@ -68,7 +92,7 @@ def network(*names: str, relayed: bool = False) -> "Iterator[tuple[Host, ...]]":
         for bridge in dict.fromkeys(bridges.values()):
             _run("ip", "-n", wire, "link", "add", bridge, "type", "bridge")
             _run("ip", "-n", wire, "link", "set", bridge, "up", "promisc", "on" if relayed else "off")
-        hosts = [made.enter_context(Host(wire, name, at, bridges[name])) for at, name in enumerate(names, 1)]
+        hosts = [made.enter_context(Host(wire, name, at, bridges[name], families)) for at, name in enumerate(names, 1)]
         if relayed:
             relay = made.enter_context(Cable(wire, [*bridges.values()]))
             for host in hosts:
@@ -111,15 +135,18 @@ class Cable:
 
 
 class Host:
-    """One host. Its interface has the name `net0`, and its `address` can change. `relay` is None if one bridge joins
-    all hosts.
+    """One host. Its interface has the name `net0`, and its `number` can change.
+
+    `address` and `addresses` are in the form in which an endpoint has them: an IPv6 address is in brackets. `relay` is
+    None if one bridge joins all hosts.
     """
 
-    def __init__(self, wire: str, name: str, number: int, bridge: str) -> None:
+    def __init__(self, wire: str, name: str, number: int, bridge: str, families: Sequence[Family]) -> None:
         self.relay: Cable | None = None
-        self._bridge = bridge
-        self.name, self.address = name, f"{SUBNET}.{number}"
+        self._bridge, self._families = bridge, families
+        self.name, self.number = name, number
         self._wire, self._namespace, self._port = wire, f"{wire}{name}", f"of-{name}"
+        self._files = Path("/etc/netns", self._namespace)  # `ip netns exec` lays these over the files in /etc
         self._running: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
@@ -130,9 +157,10 @@ class Host:
                 *("peer", "name", "net0", "netns", self._namespace),
             )
             _run("ip", "-n", self._wire, "link", "set", self._port, "master", self._bridge, "up")
+            self._ip("link", "set", "dev", "net0", "addrgenmode", "none")  # no addresses beside those of `families`
             for device in ("lo", "net0"):
                 self._ip("link", "set", "dev", device, "up")
-            self._ip("address", "add", f"{self.address}/24", "dev", "net0")
+            self._addresses("add")
         except OSError:
             _run("ip", "netns", "del", self._namespace)
             raise
@@ -141,9 +169,26 @@ class Host:
     def __exit__(self, *_: object) -> None:
         self.kill()
         _run("ip", "netns", "del", self._namespace)
+        shutil.rmtree(self._files, ignore_errors=True)
 
     def _ip(self, *arguments: str) -> None:
         _run("ip", "-n", self._namespace, *arguments)
+
+    def _addresses(self, change: str) -> None:
+        for family in self._families:
+            place = f"{family.address(self.number)}/{family.length}"
+            at_once = ("nodad",) if family is not IPV4 and change == "add" else ()
+            self._ip("address", change, place, "dev", "net0", *at_once)
+
+    @property
+    def address(self) -> str:
+        """The host's address of the first family."""
+        return self.addresses[0]
+
+    @property
+    def addresses(self) -> list[str]:
+        """The host's address of each family."""
+        return [in_endpoint(family.address(self.number) + family.scope) for family in self._families]
 
     def plug_in(self, relay: Cable) -> None:
         """Sends frames through this relay.
@@ -188,6 +233,18 @@ class Host:
         self._running.append(process)
         return process
 
+    def knows(self, name: str, addresses: Sequence[str]) -> None:
+        """Gives programs that are started later on this host a name for these addresses."""
+        lines = ["127.0.0.1 localhost", "::1 localhost", *(f"{address} {name}" for address in addresses)]
+        self._files.mkdir(parents=True, exist_ok=True)
+        (self._files / "hosts").write_text("\n".join(lines) + "\n")
+
+    def disable_ipv6(self) -> None:
+        """Leaves this host without IPv6."""
+        for place in ("all", "default"):
+            setting = f"/proc/sys/net/ipv6/conf/{place}/disable_ipv6"
+            _run("ip", "netns", "exec", self._namespace, "sh", "-c", f"echo 1 > {setting}")
+
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Yields a `with` block in which this thread opens its sockets on this host."""
@@ -216,14 +273,20 @@ class Host:
         """Undoes `cut`, `deafen` and `kill`."""
         _run("ip", "-n", self._wire, "link", "set", self._port, "master", self._bridge)
 
-    def deafen(self, other: "Host") -> None:
-        """Drops all data from the other host to this host. Data from this host still arrives at the other host."""
-        other._ip("neighbour", "replace", self.address, "lladdr", _NOBODY, "dev", "net0", "nud", "permanent")
+    def deafen(self, other: "Host", families: Sequence[Family] = ()) -> None:
+        """Drops all data from the other host to this host. Data from this host still arrives at the other host.
+
+        With `families`, only data to the addresses of these families is dropped.
+        """
+        for family in families or self._families:
+            address = family.address(self.number)
+            other._ip("neighbour", "replace", address, "lladdr", _NOBODY, "dev", "net0", "nud", "permanent")
 
     def hear(self, other: "Host") -> None:
         """Undoes `deafen`."""
-        with suppress(OSError):
-            other._ip("neighbour", "delete", self.address, "dev", "net0")
+        for family in self._families:
+            with suppress(OSError):
+                other._ip("neighbour", "delete", family.address(self.number), "dev", "net0")
 
     def shape(self, rate: str, burst: str = "256kb") -> None:
         """Limits each direction of the link to a rate in the notation of `tc`. After a pause, `burst` bytes pass
@@ -234,10 +297,10 @@ class Host:
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *bucket)
 
     def move(self, number: int) -> None:
-        """Replaces the host's address by another one."""
-        self._ip("address", "del", f"{self.address}/24", "dev", "net0")
-        self.address = f"{SUBNET}.{number}"
-        self._ip("address", "add", f"{self.address}/24", "dev", "net0")
+        """Replaces the host's addresses by those of another number."""
+        self._addresses("del")
+        self.number = number
+        self._addresses("add")
 
     def kill(self) -> None:
         """Simulates a power loss: every program on this host dies without a message to any peer. The link stays cut

@@ -1,3 +1,4 @@
+# pyright: reportDeprecated=false
 """Two hosts, each with a manager and its exchange, and control over the link between them."""
 
 import itertools
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.hosts.network import Host, network
+from tests.hosts.network import IPV4, Family, Host, network
 
 _numbers = itertools.count()
 SECRET = {"PAGEWIRE_TEST_SECRET": "a secret of the tests, of enough bytes"}
@@ -91,8 +92,8 @@ class Pair(NamedTuple):
 
 
 @contextmanager
-def two_hosts(folder: Path, *, relayed: bool = False) -> Iterator[Pair]:
-    with network("source", "reader", relayed=relayed) as (source, reader):
+def two_hosts(folder: Path, *, relayed: bool = False, family: Family = IPV4) -> Iterator[Pair]:
+    with network("source", "reader", relayed=relayed, families=(family,)) as (source, reader):
         yield Pair(Side(source, "p", folder), Side(reader, "d", folder), source, reader)
 
 

@@ -1,3 +1,4 @@
+# pyright: reportDeprecated=false
 """vLLM's schedulers and workers on two hosts, with our connector, while the link between them is cut."""
 
 import itertools
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.network import network
+from tests.hosts.network import IPV4, Family, network
 from tests.hosts.pair import DIRECTIONS, Pair, Side
 
 PYTHON = Path(__file__).parents[2] / ".venvs/vllm-engine/bin/python"
@@ -23,9 +24,11 @@ _numbers = itertools.count()
 
 
 @contextmanager
-def engines(folder: Path, ranks: tuple[int, int] = (1, 1)) -> Iterator[tuple[Pair, Callable[[], Side]]]:
+def engines(
+    folder: Path, ranks: tuple[int, int] = (1, 1), family: Family = IPV4
+) -> Iterator[tuple[Pair, Callable[[], Side]]]:
     """Two engines, and a function that restarts the prefill engine after its host has lost power."""
-    with network("source", "reader") as (source, reader):
+    with network("source", "reader", families=(family,)) as (source, reader):
 
         def prefill() -> Side:
             told = ("kv_producer", source.address, str(folder), str(ranks[0]))
@@ -40,8 +43,8 @@ def engines(folder: Path, ranks: tuple[int, int] = (1, 1)) -> Iterator[tuple[Pai
 
 
 @pytest.fixture(scope="module")
-def connected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with engines(tmp_path_factory.mktemp("connected"), (1, 2)) as (pair, _):
+def connected(tmp_path_factory: pytest.TempPathFactory, family: Family) -> Iterator[Pair]:
+    with engines(tmp_path_factory.mktemp("connected"), (1, 2), family) as (pair, _):
         yield pair
 
 
@@ -66,6 +69,7 @@ def until_free(*sides: Side) -> float:
     return time.monotonic() - begin
 
 
+@pytest.mark.both_families
 def test_decode_reads_a_prompt_from_another_host_over_any_link(connected: Pair) -> None:
     for rate in ("5gbit", "1gbit", "100mbit"):
         connected.shape(rate)

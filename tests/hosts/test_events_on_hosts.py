@@ -1,3 +1,4 @@
+# pyright: reportDeprecated=false
 """KV events go from one host to a router on another host. Links are cut, and hosts lose power."""
 
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.events import PAGES
-from tests.hosts.network import network
+from tests.hosts.network import IPV4, Family, network
 from tests.hosts.pair import DIRECTIONS, Pair, Side
 from transfer.wire.keys import make_keyrings, save_keyring
 
@@ -18,12 +19,12 @@ WITHIN_S = 30.0
 
 
 @contextmanager
-def publisher_and_follower(folder: Path) -> Iterator[tuple[Pair, Callable[[], Side]]]:
+def publisher_and_follower(folder: Path, family: Family = IPV4) -> Iterator[tuple[Pair, Callable[[], Side]]]:
     """Two hosts, and a function that restarts the publisher after its host has lost power."""
     files = folder / "publisher.keys", folder / "follower.keys"
     for keyring, file in zip(make_keyrings(2), files, strict=True):
         save_keyring(keyring, file)
-    with network("source", "reader") as (source, reader):
+    with network("source", "reader", families=(family,)) as (source, reader):
 
         def publisher() -> Side:
             return Side(source, "publisher", folder, "tests.hosts.events", source.address, str(files[0]))
@@ -34,8 +35,8 @@ def publisher_and_follower(folder: Path) -> Iterator[tuple[Pair, Callable[[], Si
 
 
 @pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with publisher_and_follower(tmp_path_factory.mktemp("followed")) as (pair, _):
+def followed(tmp_path_factory: pytest.TempPathFactory, family: Family) -> Iterator[Pair]:
+    with publisher_and_follower(tmp_path_factory.mktemp("followed"), family) as (pair, _):
         yield pair
 
 
@@ -50,6 +51,7 @@ def until_equal(publisher: Side, follower: Side) -> float:
     return time.monotonic() - begin
 
 
+@pytest.mark.both_families
 @pytest.mark.parametrize("rate", ["1gbit", "10mbit"])
 def test_a_router_on_another_host_knows_every_page(followed: Pair, rate: str, record_property: Record) -> None:
     followed.shape(rate)
@@ -78,11 +80,12 @@ def test_a_router_whose_link_was_cut_learns_the_missed_events(
     record_property("seen", {name: after[name] - before[name] for name in after})
 
 
+@pytest.mark.both_families
 def test_the_events_of_a_host_that_lost_power_and_came_back_are_followed_again(
-    tmp_path: Path, record_property: Record
+    tmp_path: Path, family: Family, record_property: Record
 ) -> None:
     """A half-open connection brings no message. A router therefore reconnects after three seconds without a message."""
-    with publisher_and_follower(tmp_path) as (pair, restarted):
+    with publisher_and_follower(tmp_path, family) as (pair, restarted):
         pair.source("compute", 20)
         until_equal(pair.source, pair.reader)
         known = pair.reader("there")

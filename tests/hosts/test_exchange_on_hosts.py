@@ -13,6 +13,7 @@ pytestmark = pytest.mark.hosts
 _numbers = itertools.count()
 
 
+@pytest.mark.both_families
 def test_pages_arrive_as_they_were_over_any_link(pair: Pair) -> None:
     for rate in ("5gbit", "1gbit", "100mbit"):
         pair.shape(rate)
@@ -38,6 +39,7 @@ def in_the_middle(pair: Pair, timeout_s: float, lease_s: float) -> None:
     pair.until_received(1 << 20, lambda: pair.reader.say("pull", name, offer, timeout_s))
 
 
+@pytest.mark.both_families
 @pytest.mark.parametrize(
     "seconds", [1, pytest.param(10, marks=pytest.mark.long), pytest.param(60, marks=pytest.mark.long)]
 )
@@ -60,6 +62,7 @@ def test_a_pull_whose_link_is_cut_ends_right_or_says_why_and_holds_nothing(
     pair.assert_goes_on()
 
 
+@pytest.mark.both_families
 def test_a_source_that_reboots_at_its_address_is_another_one(own_pair: Pair, tmp_path: Path) -> None:
     in_the_middle(own_pair, timeout_s=10.0, lease_s=5.0)
     own_pair.source_host.kill()

@@ -27,6 +27,7 @@ def known(pair: Pair) -> tuple[str, str]:
     return address, name
 
 
+@pytest.mark.both_families
 def test_pages_of_another_host_are_lent_and_read(pair: Pair) -> None:
     address, name = known(pair)
     for rate in ("5gbit", "1gbit", "100mbit"):

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from tests.hosts.fleet import HEAD, Fleet, fleet_on_hosts, prompts
+from tests.hosts.network import Family
 
 pytestmark = pytest.mark.hosts
 
 
 @pytest.fixture(scope="module")
-def one_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with fleet_on_hosts(tmp_path_factory.mktemp("served")) as found:
+def one_fleet(tmp_path_factory: pytest.TempPathFactory, family: Family) -> Iterator[Fleet]:
+    with fleet_on_hosts(tmp_path_factory.mktemp("served"), family=family) as found:
         yield found
 
 
@@ -32,6 +33,7 @@ def fleet(one_fleet: Fleet) -> Fleet:
     return one_fleet
 
 
+@pytest.mark.both_families
 def test_prompts_are_answered_by_three_hosts(fleet: Fleet, tiny_model: Any) -> None:
     before = fleet.served.get("/fleet")["d"]["pages_pulled"]
     for one in fleet.asked(prompts(6)):
@@ -91,6 +93,7 @@ def test_a_link_that_is_cut_costs_no_right_token_and_no_page(
     record_property("held_s", time.monotonic() - back)
 
 
+@pytest.mark.both_families
 def test_hosts_may_reboot_and_move_one_after_another(fleet: Fleet, tiny_model: Any) -> None:
     served = fleet.served
     for name, role, host in (("p", "prefill", fleet.prefill), ("d", "decode", fleet.decode)):

@@ -169,6 +169,12 @@ def test_peers_may_be_those_of_the_list_and_the_own_host(tmp_path: Path, listed:
     assert config.allowed_peers == ("10.1.0.1", "10.0.0.0/8", "peer.example")
 
 
+@pytest.mark.parametrize("host", ["fd00::7", "[fd00::7]"])
+def test_the_own_host_may_have_an_ipv6_address(tmp_path: Path, host: str) -> None:
+    config = check_config(worker_config(*configs(tmp_path, Shape(extra={"host": host}))))
+    assert config.allowed_peers == ("fd00::7",)
+
+
 def test_the_window_of_a_layer_is_read(tmp_path: Path) -> None:
     spec = SlidingWindowSpec(block_size=16, num_kv_heads=4, head_size=16, dtype=torch.float16, sliding_window=33)
     (group,) = groups_of(tmp_path, spec, ["layer.0"])

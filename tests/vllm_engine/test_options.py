@@ -40,9 +40,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"port": "x"}, "port is 'x': a whole number from 0 to 65535 is expected"),
     ({"port": -1}, "port is -1: a whole number"),
     ({"port": 65536}, "port is 65536: a whole number"),
-    ({"host": 7}, "host is 7: a host name or an IPv4 address is expected"),
-    ({"host": "a b"}, "host is 'a b': a host name or an IPv4 address is expected"),
-    ({"host": "::1"}, "host is '::1': a host name or an IPv4 address is expected"),
+    ({"host": 7}, "host is 7: a host name or an IP address is expected"),
+    ({"host": "a b"}, "host is 'a b': a host name or an IP address is expected"),
+    ({"host": "::1]"}, "host is '::1]': a host name or an IP address is expected"),
     *(
         ({"host": host}, f"host is {host!r}: readers connect to it, so it must be an address of this one host")
         for host in ("", "0.0.0.0", "::", "[::]", "0:0:0:0:0:0:0:0", "*")  # noqa: S104  (nothing binds there)
@@ -131,6 +131,11 @@ def test_everything_that_the_machine_lacks_is_named_together() -> None:
         "keyring /nowhere: ",
     ):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "0:0:0:0:0:0:0:1"])
+def test_an_ipv6_address_is_a_host_with_and_without_brackets(host: str) -> None:
+    assert options_of({"host": host, "port": 0}, serves=True, resolves=True).host == host
 
 
 @pytest.mark.parametrize("host", ["0", "0x0", "0.0", "00.0.0.0"])

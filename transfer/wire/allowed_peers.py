@@ -20,8 +20,9 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 class AllowedPeers:
     """An allow-list of addresses, networks ("10.0.0.0/8") and host names, besides the loopback interface.
 
-    A host name matches only an identical entry, because names are never resolved. An entry that is neither an address,
-    a network nor a host name raises `InvalidEngineError`.
+    A host name matches only an identical entry, because names are never resolved. So does an address with a scope
+    (`fe80::1%eth0`), because the same address on another link is another host. A network matches in every scope.
+    An entry that is neither an address, a network nor a host name raises `InvalidEngineError`.
     """
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
@@ -29,6 +30,9 @@ class AllowedPeers:
         self._names: set[str] = set()
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
         for entry in self._entries:
+            if "%" in entry:
+                self._names.add(_scoped(entry))
+                continue
             try:
                 self._networks.append(ipaddress.ip_network(entry, strict=False))
             except ValueError as error:
@@ -53,9 +57,18 @@ class AllowedPeers:
             address = ipaddress.ip_address(host)
         except ValueError:
             return host.lower() in self._names
+        if str(address).lower() in self._names:
+            return True
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
             address = address.ipv4_mapped
         return any(address.version == network.version and address in network for network in self._networks)
+
+
+def _scoped(entry: str) -> str:
+    try:
+        return str(ipaddress.IPv6Address(entry)).lower()
+    except ValueError as error:
+        raise InvalidEngineError(f"allowed_peers: {entry!r} is not an address with a scope") from error
 
 
 def _host(endpoint: str) -> str:

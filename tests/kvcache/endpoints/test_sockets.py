@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Tests a bound socket: its limits, and its remains after a failed bind."""
 
 from __future__ import annotations
@@ -13,19 +14,12 @@ import pytest
 import zmq
 
 from kvcache.endpoints import sockets
+from kvcache.endpoints.addresses import has_ipv6
 from kvcache.endpoints.sockets import bound_socket, listener
 from kvcache.errors import InvalidParamsError
 from tests.alone import alone, open_files
 
 ANY = "tcp://127.0.0.1:0"
-
-
-def has_ipv6() -> bool:
-    try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6):
-            return True
-    except OSError:
-        return False
 
 
 IPV6 = ["tcp://[::1]:0"] if has_ipv6() else []
@@ -109,11 +103,12 @@ def test_the_close_of_a_socket_with_keys_waits_only_while_its_address_is_taken(
     assert all(path.read_text() == "kept" for path in tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("secure", [None, lambda _: None], ids=["gate", "keys"])
 @pytest.mark.parametrize("address", ["tcp://*:0", *(["tcp://[::]:0"] if IPV6 else [])])
-def test_every_address_of_the_host_reaches_a_gate_that_listens_at_all(address: str) -> None:
-    with closing(bound_socket("echo", zmq.ROUTER, address)) as bound:
+def test_every_address_of_the_host_reaches_a_socket_that_listens_at_all(address: str, secure: Any) -> None:
+    with closing(bound_socket("echo", zmq.ROUTER, address, secure=secure)) as bound:
         port = bound.address.rpartition(":")[2]
-        for host in ("127.0.0.1", *(["[::1]"] if "[" in address else [])):
+        for host in ("127.0.0.1", *(["[::1]"] if IPV6 else [])):
             with zmq.Context.instance().socket(zmq.DEALER) as peer:
                 peer.setsockopt(zmq.IPV6, 1)
                 peer.connect(f"tcp://{host}:{port}")

@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Tests a gate in front of a socket: the data that it passes on, the data that it refuses, and what a hostile peer
 costs in memory and delays.
 """
@@ -21,6 +22,7 @@ import zmq
 
 from kvcache import InvalidParamsError, KVEvents
 from kvcache.endpoints import sockets
+from kvcache.endpoints.addresses import has_ipv6
 from kvcache.endpoints.follower import WatchClient
 from kvcache.endpoints.reset import ResetEndpoint
 from kvcache.endpoints.sockets import (
@@ -308,7 +310,7 @@ def test_messages_sent_before_the_close_arrive_and_the_address_is_free_again() -
 def test_a_gate_listens_at_the_same_addresses_as_zmq(tmp_path: Path) -> None:
     for address, shown in (
         ("tcp://127.0.0.1:0", "tcp://127.0.0.1:"),
-        ("tcp://*:*", "tcp://0.0.0.0:"),
+        ("tcp://*:*", "tcp://[::]:" if has_ipv6() else "tcp://0.0.0.0:"),
         ("tcp://lo:0", "tcp://127.0.0.1:"),
         (f"ipc://{tmp_path}/s", f"ipc://{tmp_path}/s"),
         ("ipc://@pagewire-test-gate", "ipc://@pagewire-test-gate"),
@@ -318,7 +320,9 @@ def test_a_gate_listens_at_the_same_addresses_as_zmq(tmp_path: Path) -> None:
             zmq.Context.instance().socket(zmq.DEALER) as peer,
         ):
             assert bound.address.startswith(shown)
-            peer.connect(bound.address.replace("0.0.0.0", "127.0.0.1"))  # noqa: S104
+            peer.setsockopt(zmq.LINGER, 0)
+            sockets.keep_alive(peer)
+            sockets.connect(peer, bound.address)
             peer.send(b"here")
             assert bound.poll(PATIENCE_S * 1000)
             bound.recv_multipart()
