@@ -38,9 +38,9 @@ class MostRecentFirst(EvictionOrder):
     def pages(self) -> np.ndarray:
         return np.array([*reversed(self.idle)], np.int32)
 
-    def mend(self, pages: np.ndarray) -> None:  # called after an interrupted call: only `pages` are idle
-        self.idle = dict.fromkeys(pages.tolist())
-        self.count = len(self.idle)
+    def clear(self) -> None:  # called after an interrupted call, before the idle pages are appended again
+        self.idle.clear()
+        self.count = 0
 
 
 def hit_rate(order: type[EvictionOrder]) -> float:

@@ -43,10 +43,10 @@ class FoundAgainLast(EvictionOrder):
     def forget(self, pages: np.ndarray) -> None:
         self.found[pages] = False
 
-    def mend(self, pages: np.ndarray) -> None:
-        self.once.mend(pages[~self.found[pages]])
-        self.again.mend(pages[self.found[pages]])
-        self.count = len(pages)
+    def clear(self) -> None:
+        self.once.clear()
+        self.again.clear()
+        self.count = 0
 
 
 def cached_tokens_after_a_scan(order: type[EvictionOrder]) -> int:

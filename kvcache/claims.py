@@ -1,6 +1,7 @@
 """Keeps the replica and row of each claimed request."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import cast
 
 import numpy as np
@@ -150,46 +151,26 @@ class Claims:
             del self.bound[_key(bound)]
         self._releases += 1
 
-    def unclaim(self, request_id: RequestID) -> None:
-        """Free the request's row and pages, and leave its context as it is."""
-        self._free(request_id, *self.leaving(request_id))
-
     def claim_anew(self, request_id: RequestID, replica_idx: int) -> int:
         """Free the pages of a request that has no leases, and claim the request again. Returns its new row."""
         # a copy of a state to the device may hold the state page that the new claim needs
         self._replicas[replica_idx].finish_state_loads()
-        self.unclaim(request_id)
+        self._free(request_id, *self.leaving(request_id))
         return self.claim(request_id, replica_idx)
 
-    def mend(self) -> None:
-        """Keep only the requests that are claimed according to both this object and the rows of a replica.
-
-        The rows are repaired as well.
-        """
-        claimed: dict[RequestID, int] = {}
-        for at, replica in enumerate(self._replicas):
-            row_of: dict[RequestID, int] = {}
-            for row, request_id in enumerate(replica.rows.request_ids):
-                place = at * self._rows_per_replica + row
-                if request_id is not None and self.places.get(request_id) == place:
-                    row_of[request_id], claimed[request_id] = row, place
-            replica.rows.mend(row_of)
-        self.places = claimed
-        with_pages = {place for place in claimed.values() if self._at(place)[0].rows.num_pages[self._at(place)[2]]}
-        self._contexts = {place: context for place, context in self._contexts.items() if place in with_pages}
-        # the dict is cleared instead of replaced, because `PagedKVCacheManager` keeps the dict's `get` method
+    def clear(self) -> None:
+        """Forget every request after an interrupt, when the rows are free. As in `release`, contexts start anew."""
+        for context in self._contexts.values():
+            with suppress(Exception):  # the caller's code
+                read_context(context).reset()
+        self.places.clear()
+        self._contexts.clear()
         self.bound.clear()
-        self.bound.update({_key(context): place for place, context in self._contexts.items()})
         self._releases += 1
 
     def context_at(self, place: int) -> Context | None:
         """Returns the context to which the row at `place` is bound. Returns None if the row is not bound."""
         return self._contexts.get(place)
-
-    def names_at(self, places: Iterable[int]) -> list[RequestID]:
-        """Returns the ids of the requests that are claimed at these places."""
-        names = {place: request_id for request_id, place in self.places.items()}
-        return [names[place] for place in places if place in names]
 
     def check(self) -> None:
         """Raise `InvariantError` unless `places` agrees with the replicas' rows, and `bound` with their contexts."""

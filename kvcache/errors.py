@@ -76,7 +76,7 @@ class BlockTableMismatchError(KVCacheError, ValueError):
 class InterruptedCallError(KVCacheError, RuntimeError):
     """An earlier call was interrupted while it changed the manager's state.
 
-    Other calls fail until `recover()` has repaired the state.
+    Other calls fail until `recover()` has built the state anew.
     """
 
     nothing_changed = False

@@ -72,13 +72,11 @@ class EvictionOrder(Protocol):
         """
 
     @abstractmethod
-    def mend(self, pages: Indices) -> None:
-        """Make the order contain exactly `pages`.
+    def clear(self) -> None:
+        """Remove all pages. Records about pages, such as hints, stay.
 
-        Called after an interrupted call, which may have left the order half changed.
-
-        Pages that were already in the order keep their relative positions, as far as these are known. These pages come
-        before the other pages.
+        Called after an interrupted call, which may have left the order half changed. The pool then appends the idle
+        pages again.
         """
 
     # ---- optional for an order

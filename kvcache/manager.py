@@ -1,5 +1,6 @@
 """`PagedKVCacheManager`: the cache manager that a serving loop calls."""
 
+import functools
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,9 @@ from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight, check_step
 from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID
 from kvcache.uncopied import Uncopied
-from kvcache.under_way import CheckedUnderWay, UnderWay
+from kvcache.under_way import CLOSE, Call, CheckedUnderWay, UnderWay
+
+_CLAIM, _RELEASE, _RESERVE = Call("external_claim"), Call("release"), Call("maybe_reserve")
 
 
 class PagedKVCacheManager(Uncopied):
@@ -41,7 +44,7 @@ class PagedKVCacheManager(Uncopied):
 
     Every error that a call raises itself is a `KVCacheError`, and leaves the state unchanged. Another exception in the
     middle of a call (Ctrl-C, out of memory) may leave the state half changed. Then every call raises
-    `InterruptedCallError` until `recover` has repaired the state. An error from a caller's own context leaves the state
+    `InterruptedCallError` until `recover` has built it anew. An error from a caller's own context leaves the state
     unchanged. In addition to the errors that a call documents:
 
     - `UnknownRequestError` (a KeyError): a request is not claimed.
@@ -137,7 +140,7 @@ class PagedKVCacheManager(Uncopied):
             mark.refuse("external_claim")
         chosen = self._claims.free_at(request_id, replica_idx)
         # sets the mark without `changing`, which saves a seventh of the call's time
-        mark.call = ("external_claim", request_id)
+        mark.call = _CLAIM
         self._claims.claim(request_id, chosen)
         mark.call = None
 
@@ -145,8 +148,8 @@ class PagedKVCacheManager(Uncopied):
     def claim(self, context: Context, replica_idx: int | None = None) -> Generator[int]:
         """Claim the request for a `with` block, and release it at the end.
 
-        Yields the replica, by default the recommended one. If a call is interrupted inside the block, `recover`
-        releases the request, and the block's own error propagates.
+        Yields the replica, by default the recommended one. If a call is interrupted inside the block, the
+        block's own error propagates, and `recover` releases the request.
         """
         check_context(context, "claim")
         if replica_idx is None:
@@ -156,9 +159,7 @@ class PagedKVCacheManager(Uncopied):
         try:
             yield replica_idx
         finally:
-            if self._mark.is_interrupted:
-                self._mark.leaving.append(request_id)
-            elif request_id in self._claims.places:
+            if request_id in self._claims.places and not self._mark.is_interrupted:
                 self.release(request_id)
 
     def contains(self, request_id: RequestID) -> bool:
@@ -199,7 +200,7 @@ class PagedKVCacheManager(Uncopied):
         check_context(context, "prefetch")
         self._look_for_reset()
         read = read_context(context)
-        with self._mark.changing("prefetch"):
+        with self._mark.changing(Call("prefetch")):
             return self._replicas.prefetch(read)
 
     def release(self, request_id: RequestID) -> None:
@@ -211,7 +212,7 @@ class PagedKVCacheManager(Uncopied):
         if mark.call:  # the mark is tested here, at a third of the cost of a method call
             mark.check_books("release")
         place, context = self._claims.leaving(request_id)
-        mark.call = ("release", request_id)
+        mark.call = _RELEASE
         self._claims.release(request_id, place, context)
         mark.end()
 
@@ -252,7 +253,7 @@ class PagedKVCacheManager(Uncopied):
         if self._reset_endpoint.is_asked:
             self._look_for_reset()
         context = read_context(data)
-        mark.call, mark.context = ("maybe_reserve", context.request_id), context
+        mark.call, mark.context = _RESERVE, context
         try:
             # The request cannot run in the pages of its cancelled import, so they are freed, unless they are leased.
             if row in replica.imports.to_give_back and row not in replica.leases.of_row:
@@ -294,7 +295,7 @@ class PagedKVCacheManager(Uncopied):
         end = replica.plan_fork(parent_row, read, num_steps)
         if end is None:
             return False
-        with self._mark.changing("fork", read.request_id, read):
+        with self._mark.changing(Call("fork"), read):
             # `run_from` comes first, because a caller's own context may raise. Nothing after it raises.
             read.run_from(replica.rows.cached.item(parent_row), read.end_idx)
             row = self._claims.claim(read.request_id, replica_idx)
@@ -338,7 +339,7 @@ class PagedKVCacheManager(Uncopied):
         """End a step that was fetched ahead, when the device has run it or will not run it. Safe to call twice."""
         self._mark.check_books("end_step")
         step = check_step(step, self._replicas.steps)
-        with self._mark.changing("end_step", step):
+        with self._mark.changing(Call("end_step", functools.partial(self._replicas.steps.end, step))):
             self._replicas.steps.end(step)
 
     def step(self, batch: Sequence[Context]) -> None:
@@ -422,7 +423,7 @@ class PagedKVCacheManager(Uncopied):
         if not (seal is None or callable(seal)):
             raise arguments.refusal(f"request {request_id!r}: seal", seal, "a function", InvalidRequestError)
         lease = PageLease(replica.leases, request_id, replica_idx, seal)
-        with self._mark.changing("lease", lease):
+        with self._mark.changing(Call("lease", functools.partial(replica.leases.end, lease))):
             replica.grant(lease, row)
         return lease
 
@@ -430,8 +431,9 @@ class PagedKVCacheManager(Uncopied):
         """End a lease that no reader uses any more. Pages without another holder are freed. Safe to call twice."""
         self._mark.check_books("end_lease")
         granted = granted_by(lease, [replica.leases for replica in self._replicas.each])
-        with self._mark.changing("end_lease", lease):
-            self._replicas.each[granted].leases.end(lease)
+        end = functools.partial(self._replicas.each[granted].leases.end, lease)
+        with self._mark.changing(Call("end_lease", end)):
+            end()
 
     def import_block_table(
         self,
@@ -463,7 +465,9 @@ class PagedKVCacheManager(Uncopied):
         replica, replica_idx, row = self._claims.own(context, "import_block_table")
         self._look_for_reset()
         read = read_context(context)
-        with self._mark.changing("import_block_table", read.request_id, read):
+        known = replica.imports.each.copy()
+        call = Call("import_block_table", functools.partial(replica.imports.cancel_all_but, known))
+        with self._mark.changing(call, read):
             if replica.imports.is_given_up(row) and row not in replica.leases.of_row:
                 imports.check_tables(replica, read, table, others, partial=partial)
                 row = self._claims.claim_anew(read.request_id, replica_idx)
@@ -480,7 +484,7 @@ class PagedKVCacheManager(Uncopied):
         self._mark.check("extend_import")
         replica, _, row = self._claims.own(context, "extend_import")
         read = read_context(context)
-        with self._mark.changing("extend_import", read.request_id):
+        with self._mark.changing(Call("extend_import")):
             return imports.extend_import(replica, row, read, pending, table, last=last)
 
     def copier(self, pending: PendingImport) -> ImportCopier:
@@ -491,7 +495,7 @@ class PagedKVCacheManager(Uncopied):
         self._mark.check("copier")
         books = imports.own_import(self._replicas.each, pending, "copier", is_open=True).imports
         books.refuse_taken(pending)
-        with self._mark.changing("copier", pending):
+        with self._mark.changing(Call("copier", functools.partial(books.copiers.pop, pending, None))):
             return books.make_copier(pending)
 
     def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:
@@ -504,7 +508,7 @@ class PagedKVCacheManager(Uncopied):
         self._mark.check("commit_import")
         replica, _, row = self._claims.own(context, "commit_import")
         read = read_context(context)
-        with self._mark.changing("commit_import", read.request_id, read):
+        with self._mark.changing(Call("commit_import"), read):
             imports.finish_import(replica, row, read, pending, proof)
 
     def cancel_import(self, pending: PendingImport) -> None:
@@ -517,7 +521,7 @@ class PagedKVCacheManager(Uncopied):
         replica = imports.own_import(self._replicas.each, pending, "cancel_import")
         replica.imports.refuse_unknown(pending)
         if not pending.closed:
-            with self._mark.changing("cancel_import", pending):
+            with self._mark.changing(Call("cancel_import")):
                 replica.imports.cancel(pending)
 
     # ---- pages and counters
@@ -620,13 +624,13 @@ class PagedKVCacheManager(Uncopied):
         these requests compute later is cached, except after a release and a new claim.
         """
         self._mark.check("reset_prefix_cache")
-        with self._mark.changing("reset_prefix_cache"):
+        with self._mark.changing(Call("reset_prefix_cache", self._replicas.forget)):
             self._replicas.forget()
 
     def _look_for_reset(self) -> None:
         if self._reset_endpoint.is_asked:
             # The mark is set before the flag is cleared, so if this call is interrupted, `recover` repeats the reset.
-            with self._mark.changing("reset_prefix_cache"):
+            with self._mark.changing(Call("reset_prefix_cache", self._replicas.forget)):
                 self._reset_endpoint.is_asked = False  # a message during the reset causes another reset
                 self._replicas.forget()
 
@@ -636,7 +640,7 @@ class PagedKVCacheManager(Uncopied):
         Call this before a shutdown. While steps run, published pages are copied gradually without this call.
         """
         self._mark.check("flush_tiers")
-        with self._mark.changing("flush_tiers"):
+        with self._mark.changing(Call("flush_tiers")):
             self._replicas.flush()
 
     def check(self) -> None:
@@ -646,14 +650,12 @@ class PagedKVCacheManager(Uncopied):
         self._claims.check()
 
     def recover(self) -> Recovered:
-        """Repair the state after a call was interrupted. If no call was interrupted, only check the state.
+        """Build the state anew after a call was interrupted. If no call was interrupted, changes nothing.
 
-        Waits until no copy is in flight. Then it rebuilds the state from rows, leases and imports, and recounts it.
-
-        Three kinds of requests are released: requests whose pages may have wrong contents; requests that the
-        interrupted call claimed, forked, imported or released; and requests whose `with claim` block has ended in the
-        meantime. Claim these requests again, and run them from their first token. All other requests continue: repeat
-        the interrupted call for them. If `recover` itself is interrupted, call it again.
+        Every request is released: claim it again with the same context, as after a preemption. Complete published pages
+        and states stay cached. Leases, imports and steps in flight go on, and keep their pages. Objects that the
+        interrupted call has made are ended. Waits until no copy is in flight. If `recover` itself is interrupted, call
+        it again.
 
         Raises `InvariantError` (a RuntimeError) if the state is still wrong. Then only `close` works.
         """
@@ -671,7 +673,7 @@ class PagedKVCacheManager(Uncopied):
         mark = self._mark
         right = not mark.is_interrupted
         if right:
-            mark.call = ("close", None)
+            mark.call = CLOSE
         self._replicas.close(flush=right)
         self._reset_endpoint.close()
         if right:

@@ -33,10 +33,10 @@ from kvcache.states.state_memory import room_apart, room_in_slabs, state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight, StepsInFlight
 from kvcache.tiers.tiers import Tiers, divide_tiers, page_tiers, state_tiers
-from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID
-from kvcache.under_way import UnderWay
+from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs
+from kvcache.under_way import Call, UnderWay
 
-_FETCH, _STEP = ("fetch", None), ("step", None)
+_FETCH, _STEP, _RESERVE = Call("fetch"), Call("step"), Call("reserve_batch")
 
 
 def place_replicas(
@@ -159,7 +159,7 @@ class Replicas:
         """Returns the best replica for a new request."""
         if any(tiers.is_loading for tiers in self._all_tiers):
             # Steps handle copies from host memory that have ended. A loop that only waits does not run steps.
-            with self.mark.changing("admission"):
+            with self.mark.changing(Call("admission")):
                 self._take_up()
         one = self.each[0]
         length = one.length_of(context, num_steps, 0)
@@ -219,7 +219,7 @@ class Replicas:
             start = context.start_idx if replica.rows.num_pages.item(row) else 0
             replica.length_of(context, num_steps, start)
         reserved = np.zeros(len(contexts), np.bool_)
-        with self.mark.changing("reserve_batch", gathered.places) as mark:
+        with self.mark.changing(_RESERVE) as mark:
             for at, ((replica_idx, row), context) in enumerate(zip(places, contexts, strict=True)):
                 mark.context = context
                 reserved[at] = self.reserve(replica_idx, row, context, num_steps)
@@ -242,7 +242,7 @@ class Replicas:
         count = len(gathered.contexts)
         number = self.steps.free_tables(count)
         step = StepInFlight(self.steps, number, count, self.fetch(gathered, num_steps, number))
-        self.mark.call = ("fetch_ahead", step)
+        self.mark.call = Call("fetch_ahead", functools.partial(self.steps.end, step))
         self.steps.begin(step)
         self.mark.call = None
         return step
@@ -340,13 +340,12 @@ class Replicas:
         if gathered.slack < -1:  # a request may have run beyond its pages
             for share in gathered.split(len(self.each)):
                 self.each[share.replica].refuse_short(share.rows, computed[share.at], "step")
-        call = _STEP if settle is None else ("step", gathered.places)
         if gathered.due > 0:  # no page is full
-            self.mark.call = call
+            self.mark.call = _STEP
             self._computed(gathered)
             full = []
         else:
-            full = self._publish(gathered, call)
+            full = self._publish(gathered)
         if settle is not None:
             settle()
         for share in gathered.split(len(self.each)) if self.states else ():
@@ -355,10 +354,10 @@ class Replicas:
             self.states[share.replica].keep(pages)
         self.mark.call = None
 
-    def _publish(self, gathered: Gathered, call: tuple[str, object]) -> list[tuple[Share, Filled]]:
+    def _publish(self, gathered: Gathered) -> list[tuple[Share, Filled]]:
         """Publish all pages of these requests that are full of computed tokens. Returns these pages.
 
-        Sets the mark of the manager to `call`, and leaves it set: the caller clears the mark.
+        Sets the mark of the manager, and leaves it set: the caller clears the mark.
         """
         computed = gathered.computed
         # Pages that were full before the last token are already published. So only the requests whose last token fills
@@ -371,7 +370,7 @@ class Replicas:
             for share in (gathered.split(len(self.each)) if looked is None else looked)
             if (pages := self._filled(gathered, share)) is not None
         ]
-        self.mark.call = call
+        self.mark.call = _STEP
         for share, pages in full:
             self.each[share.replica].publish(pages)
         # Last, because `publish` passes replaced pages to leases as far as readers know them.
@@ -408,28 +407,21 @@ class Replicas:
         for replica in self.each:
             replica.log = log
 
-    def stop(self) -> None:
-        """Wait until no device and no thread of a tier copies, reads or writes anything."""
+    def rebuild(self) -> None:
+        """Release every request after an interrupt, and build all state anew.
+
+        Published pages and states, leases, imports and steps in flight are kept. Waits until no device and no thread of
+        a tier copies, reads or writes anything.
+        """
         for place in self.placed:
             place.memory.settle()
         for tiers in self._all_tiers:
-            tiers.stop()
-
-    def mend(self, over: object) -> set[RequestID]:
-        """Rebuild all state from rows, leases, imports and steps after an interrupt.
-
-        `stop` and `Claims.mend` must be called first. `over` is the object that the interrupted call was about. A lease
-        or a step in `over` counts as ended. Returns the requests that cannot continue.
-        """
-        lost: set[RequestID] = set()
-        self.steps.mend(over)
+            tiers.restart()
+        self.steps.park()
         for replica in self.each:
-            lost |= {*replica.mend(over)}
-        for tiers in self._all_tiers:
-            tiers.mend()
+            replica.rebuild()
         if self._events is not None:
             self._events.agree()
-        return lost
 
     def forget(self) -> None:
         """Forget every page, in all tiers. Requests, leases and imports keep theirs, which nobody else finds."""
@@ -501,7 +493,7 @@ class Replicas:
                 return False
             shares = gathered.split(len(self.each))
         lengths = gathered.ends + (num_steps - 1) if num_steps > 1 else gathered.ends
-        self.mark.call = ("reserve_batch", gathered.places)
+        self.mark.call = _RESERVE
         for share in shares:
             if not self.each[share.replica].reserve_decoding(share.rows, lengths[share.at]):
                 self.mark.call = None

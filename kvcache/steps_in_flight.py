@@ -106,12 +106,8 @@ class StepsInFlight:
         tables = [table for place in self._placed for table in place.step_tables(step.number)]
         return [table.padded(inputs, batch_size) for table, inputs in zip(tables, step.inputs, strict=True)]
 
-    def mend(self, over: object) -> None:
-        """Rebuild the parked pages from the tables of the steps in flight, after an interrupt.
-
-        The step `over` has ended, so no page is parked for it.
-        """
-        self.open[:] = [step for step in self.open if step is not over]
+    def park(self) -> None:
+        """Park the pages of each step in flight anew after an interrupt, as the tables of the step name them."""
         for place in self._placed:
             pages = [place.step_tables(step.number)[0].pages() for step in self.open]
             place.replica.pool.parked[:] = [[of_step.astype(INDEX)] for of_step in pages]

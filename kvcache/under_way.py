@@ -3,16 +3,34 @@
 A call sets the mark before its first change, and clears the mark after its last change. If the call is interrupted in
 between (Ctrl-C, a signal handler that raises, too little memory or stack), the mark stays set, whatever exception
 handlers do. Every later call then sees that the state may be half changed, and refuses to run.
-`PagedKVCacheManager.recover` repairs the state and clears the mark. A closed manager has a different mark, which is
+`PagedKVCacheManager.recover` builds the state anew and clears the mark. A closed manager has a different mark, which is
 never cleared; calls that only release or read something still work.
 """
 
 from collections.abc import Callable
-from typing import NoReturn, Protocol, Self, cast
+from typing import NoReturn, Protocol, Self
 
 from kvcache.errors import InterruptedCallError, KVCacheError, ManagerClosedError
 
-_CLOSED: tuple[str, object] = ("close", "is over")
+
+class Call:
+    """A call that changes a manager's state, and what `recover` does about it.
+
+    Attributes:
+        name: what errors and `Recovered` call it.
+        complete: called by `recover` when the state is right again. It ends what the call has made and its caller has
+            not received, or does the rest of what the caller wanted. It may be called twice.
+    """
+
+    __slots__ = ("complete", "name")
+
+    def __init__(self, name: str, complete: Callable[[], object] = lambda: None) -> None:
+        self.name, self.complete = name, complete
+
+
+CLOSE = Call("close")
+_CLOSED = Call("close")  # the mark of a manager that is closed
+_CLOSING = (CLOSE, _CLOSED)
 
 
 class Refusing(Protocol):
@@ -28,19 +46,17 @@ class UnderWay:
     """The mark of one manager. Everything that changes the manager's state shares it.
 
     Attributes:
-        call: the call that is changing the state, and its requests or objects. None means that the state is consistent.
+        call: the call that is changing the state. None means that the state is consistent.
         context: the request context that the call changes, whose own code may raise; None if there is none. It is set
             only while `call` is set.
-        leaving: requests whose `with claim` block ended while the mark was set. `recover` releases them.
     """
 
-    __slots__ = ("_rest", "call", "context", "leaving")
+    __slots__ = ("_rest", "call", "context")
 
     def __init__(self) -> None:
-        self._rest: tuple[str, object] | None = None  # the value that `call` has while no call changes the state
-        self.call: tuple[str, object] | None = None
+        self._rest: Call | None = None  # the value that `call` has while no call changes the state
+        self.call: Call | None = None
         self.context: Refusing | None = None
-        self.leaving: list[str] = []
 
     @property
     def is_interrupted(self) -> bool:
@@ -71,9 +87,9 @@ class UnderWay:
             raise ManagerClosedError(
                 f"{call}: the manager is closed: it only gives back what is held (release, end_lease, cancel_import)"
             )
-        before, _ = self.call or ("a call", None)
+        before = self.call or Call("a call")
         raise InterruptedCallError(
-            f"{call}: {before} was interrupted while it changed the manager's state (or it still runs): "
+            f"{call}: {before.name} was interrupted while it changed the manager's state (or it still runs): "
             "call recover() first"
         )
 
@@ -82,14 +98,14 @@ class UnderWay:
         if self.call:
             self.refuse(call)
 
-    def changing(self, call: str, about: object = None, context: Refusing | None = None) -> Self:
+    def changing(self, call: Call, context: Refusing | None = None) -> Self:
         """Returns a context manager. In its block, `call` changes the manager's state, and may change `context`.
 
         The mark is set during the block. It is cleared at the end of the block, and after an error that guarantees that
         nothing has changed: an error of this package, or an error of the context before any change. After any other
         error, the mark stays set.
         """
-        self.call = (call, about)
+        self.call = call
         self.context = context
         return self
 
@@ -135,13 +151,9 @@ class CheckedUnderWay(UnderWay):
             return
         was_changing = self.is_interrupted
         # A manager whose state is wrong can still be closed.
-        closes = "close" in (_name(self.call), _name(value))
+        closes = self.call in _CLOSING or value in _CLOSING
         if not (was_changing or closes) and value is not self._rest:
             self.check_state()
         super().__setattr__(name, value)
         if was_changing and not closes and value is self._rest:
             self.check_state()
-
-
-def _name(call: object) -> object:
-    return cast("tuple[str, object]", call)[0] if call else ""

@@ -145,16 +145,11 @@ class HintedOrder(EvictionOrder):
     def pages(self) -> Pages:
         return np.concatenate([*(order.pages() for order in self._older.values()), self._recent.pages()])
 
-    def mend(self, pages: Indices) -> None:
-        """Make the order contain exactly `pages`. Pages that followed hints before the interrupt come first."""
-        settled = self._settled[pages]
-        older = pages[settled]
-        self._recent.mend(pages[~settled])
-        recent = self._recent.pop(self._recent.count)
+    def clear(self) -> None:
+        self._recent.clear()
         self._log.clear()
         self._settled[:] = False
         self._renewed = self.count = 0
-        self.append(np.concatenate((older[np.argsort(self._since[older], kind="stable")].astype(np.int32), recent)))
 
     def check(self) -> None:
         self._recent.check()

@@ -139,28 +139,19 @@ class ReplicaHints(ReplicaPolicy, PageReader):
             baseline.clear()
         self._expected.clear()  # no request of before will find what the baselines expected
 
-    def begin_orders(self) -> None:
-        """Let pages and states follow hints again after an interrupt, if there was a hint before.
+    def clear(self) -> None:
+        """Forget all requests and the baselines after an interrupt, and which pages of each tenant are idle.
 
-        The records of each tenant's idle pages are cleared, because the pools report all idle pages again next.
+        Pages keep their hints and tenants. The pools report all idle pages again next. New baselines begin with the
+        next hint.
         """
+        self.has_begun, self._baselines = False, ()
+        self._expected.clear()
+        self._found = [0] * len(self._found)
         if self._quotas:
             self._quotas.clear()
         for states in self._of_states:
             states.clear()
-        if self._baselines:
-            self._follow_hints()
-
-    def mend(self) -> None:
-        """Begin new baselines with the pages of the pool, and forget what the old baselines found for each row.
-
-        Called after an interrupt, when the pool is repaired.
-        """
-        self._expected.clear()
-        self._found = [0] * len(self._found)
-        if self._baselines:
-            self._begin_baselines()
-            self._begin_with_what_is_there()
 
     def leave(self, row: int, context: SafeContext | None) -> None:
         """Record that the row is about to be released.

@@ -51,7 +51,7 @@ class CheckedOrder(OverOrder):
 
     If an order returned a page that a request holds, that page would be overwritten. Each wrong result raises
     `InvariantError`, which says what was wrong. The error interrupts the call that needed pages, and `recover` can then
-    repair the state.
+    build the state anew.
 
     Raises `InvalidParamsError` if `order` is not an empty `EvictionOrder`.
     """
@@ -96,11 +96,10 @@ class CheckedOrder(OverOrder):
         page = self._order.due()
         return page and int(self._idle_ones(np.array([page]), 1, "due()")[0])
 
-    def mend(self, pages: Indices) -> None:
+    def clear(self) -> None:
         self._idle[:] = False
-        self._idle[pages] = True
-        self.count = len(pages)
-        self._order.mend(pages.copy())
+        self.count = 0
+        self._order.clear()
 
     def check(self) -> None:
         idle = int(np.count_nonzero(self._idle))

@@ -248,12 +248,10 @@ class QuotaOrder(OverOrder):
     def first(self) -> int:
         return self.due() or self._order.first()
 
-    def mend(self, pages: Indices) -> None:
-        """Make the order contain exactly `pages`. The caller must clear the quotas first."""
-        self._order.mend(pages)
-        oldest_first = pages[np.argsort(self._order.positions(pages), kind="stable")]
-        self._quotas.append(self._named(oldest_first), slabs=self._of_slabs)
-        self.count = self._order.count
+    def clear(self) -> None:
+        """Remove all entries of this order. The caller must clear the quotas, which several orders may share."""
+        self._order.clear()
+        self.count = 0
 
     def check(self) -> None:
         self._order.check()

@@ -153,19 +153,11 @@ class PrefixIndex:
         """Returns the published pages whose digests begin with a word that has none of the bits of `mask`."""
         return np.flatnonzero(self.published & ((self._words & mask) == 0))
 
-    def mend(self) -> None:
-        """Rebuild the links from the published pages, keeping one page for each digest.
-
-        The journal does not report this.
-        """
-        pages = np.flatnonzero(self.published)
-        _, once = np.unique(self._records[pages], return_index=True)
-        pages = pages[np.sort(once)].astype(np.int32)
-        stays = np.zeros_like(self.published)
-        stays[pages] = True
+    def rebuild(self) -> None:
+        """Link the published pages anew after an interrupt. The journal does not report this."""
+        pages = np.flatnonzero(self.published).astype(np.int32)
         self._links[:] = NO_PAGE
         self.generation += 1
-        self.published[:] = stays  # an interrupt between two assignments could lose published pages
         self._link(pages, self._buckets(self.digests_of(pages)))
 
     def clear(self) -> None:

@@ -11,7 +11,6 @@ CHUNK = 1 << 12  # entries in a chunk
 _BITS, _NOWHERE = np.array(12, np.int32), np.array(-1, np.int32)
 _SCAN = 64
 _NEAR = 8  # the most entries that `pop_one` tests one by one
-_LAST = 1 << 62
 
 
 class OrderLog:
@@ -66,11 +65,8 @@ class LruOrder(EvictionOrder):
         self._open_chunk()
         self.count = 0
 
-    def mend(self, pages: Indices) -> None:
-        known = self._stamp[pages] >= 0
-        pages = pages[np.argsort(np.where(known, self.positions(pages), _LAST), kind="stable")]
+    def clear(self) -> None:
         self.log.clear()
-        self.append(pages)
 
     def append(self, pages: Pages | Indices) -> None:
         self.count += len(pages)

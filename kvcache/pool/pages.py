@@ -14,6 +14,7 @@ holder. A page that loses its last holder while a step is in flight is *parked*:
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -308,24 +309,27 @@ class PagePool:
         self.idle.check()
         self.index.check()
 
-    def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """Repair the pool after an interrupt, from a recount of each page's holders and writers, `[num_pages + 1]`.
+    def rebuild(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
+        """Build the pool anew after an interrupt. Pages stay published, and nothing else of before is trusted.
 
-        The recount replaces the pool's own counts, and decides which pages are fresh or idle. Published pages stay
-        published. No other state of the pool is trusted.
+        `holders` and `writers`, `[num_pages + 1]`, are the counts of each page. The eviction order is kept as far as it
+        is known. Pages that become idle now come last in it.
         """
+        was_idle = (self.holders == 0) & (self.writers == 0)
         self.holders[:], self.writers[:] = holders, writers
         self._writing = int(writers.sum())
-        self.index.mend()
+        self.index.rebuild()
         unused = (holders == 0) & (writers == 0)
         unused[NO_PAGE] = False
-        self._begin_with(np.flatnonzero(unused & ~self.index.published), np.flatnonzero(unused & self.index.published))
-
-    def _begin_with(self, fresh: NDArray[np.intp], idle: NDArray[np.intp]) -> None:
-        """Make `fresh` the fresh pages of the pool, and `idle` its idle pages."""
-        self.idle.mend(idle)
+        idle = unused & self.index.published
+        older, newer = np.flatnonzero(idle & was_idle), np.flatnonzero(idle & ~was_idle)
+        with suppress(Exception):  # a caller's own order, which the interrupt may have left half changed
+            older = older[np.argsort(self.idle.positions(older), kind="stable")]
+        self.idle.clear()
+        # The pages of a prompt have ascending numbers, and its last page must be evicted first.
+        self.idle.append(np.concatenate((older, newer[::-1])))
         self._fresh_count = 0
-        self._push_fresh(fresh[::-1])
+        self._push_fresh(np.flatnonzero(unused & ~idle)[::-1])
 
     def _evict_next(self, count: int) -> Pages:
         """Evict the next `count` pages. Returns them in ascending order."""

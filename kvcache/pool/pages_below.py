@@ -1,6 +1,6 @@
 """`PagesBelow`: the interface through which a replica reaches the tiers below a pool of the device."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,8 +104,8 @@ class PagesBelow:
         """Returns the pages that are being copied to the device for this row, or for all rows if `row` is None."""
         return []
 
-    def mend(self, rows: Iterable[int]) -> None:
-        """Rebuild the tier's records after an interrupt. `rows` are the claimed rows. No copy may be in flight."""
+    def restart(self) -> None:
+        """End all copies after an interrupt, when none of them runs any more. Queue the published pages again."""
 
     def used(self, digests: Digests) -> None:
         """Record that a request has just used these pages, in logical order. Any tier may have them."""

@@ -170,20 +170,17 @@ class SlabPool(PagePool):
                     f"slab {slab} was last used at {self._age_of(slab)}, before its recorded bound {self._ages[slab]}"
                 )
 
-    def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """Repair the pool after an interrupt, from a recount of holders and writers.
+    def rebuild(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
+        """Build the pool anew after an interrupt. The pool in `cached` must be built first: it marks the slabs in use.
 
-        `taken` must already mark the slabs in use. The pages of these slabs must have no other holder.
+        The pages of these slabs must have no other holder.
         """
         holders[np.flatnonzero(np.repeat(self.taken, self.slab_pages))] += 1
-        super().mend(holders, writers)
-
-    def _begin_with(self, fresh: NDArray[np.intp], idle: NDArray[np.intp]) -> None:
         self._lie_from(0, 0)
         self._ages[:] = 0
-        unknown = idle[self._used[idle] == 0]
+        unknown = self.index.published & (self._used == 0)
         self._used[unknown] = self._turn[unknown] = self.clock
-        super()._begin_with(fresh, idle)
+        super().rebuild(holders, writers)
 
     # ---- inside
 
@@ -375,16 +372,12 @@ class SlabStates(PagePool):
         if self._fresh_count:
             raise InvariantError(f"{self._fresh_count} pages are free, but were not returned to their slabs")
 
-    def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """Repair the pool after an interrupt.
-
-        Afterwards, a slab counts as taken if it has a holder or a writer, or if it is published.
-        """
-        published = self.index.published
-        self._slabs.taken[1:] = ((holders > 0) | (writers > 0) | published)[1:]
-        self._used[published & (self._used == 0)] = self._slabs.clock
+    def rebuild(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
+        """Build the pool anew after an interrupt. A slab is taken if it has a holder or a writer, or is published."""
+        self._slabs.taken[1:] = ((holders > 0) | (writers > 0) | self.index.published)[1:]
+        self._used[self.index.published & (self._used == 0)] = self._slabs.clock
         self._hold_others(holders)
-        super().mend(holders, writers)
+        super().rebuild(holders, writers)
 
     def _hold_others(self, holders: NDArray[np.int64]) -> None:
         holders[1:] += ~self._slabs.taken[1:]

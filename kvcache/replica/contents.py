@@ -5,6 +5,7 @@ column 1 for the page of the next `page_size` tokens.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from kvcache.replica.leases import PageLease
 from kvcache.replica.replica import Replica
 from kvcache.types import RequestID
 from kvcache.uncopied import Uncopied
-from kvcache.under_way import UnderWay
+from kvcache.under_way import Call, UnderWay
 
 
 class PageContents(Uncopied):
@@ -95,7 +96,7 @@ class PageContents(Uncopied):
         if not length:
             return None
         lease = PageLease(replica.leases, name, replica_idx)
-        with self._mark.changing("contents.lease", lease):
+        with self._mark.changing(Call("contents.lease", partial(replica.leases.end, lease))):
             besides = [states.pages.held_copy(digests[length - 1 : length]) for states in replica.states]
             replica.leases.grant_pages(lease, np.concatenate(tables), besides)
         table = BlockTable(
@@ -123,7 +124,7 @@ class PageContents(Uncopied):
         replica, digests = self._wanted(name, replica_idx, wanted)
         most = _most(name, most)
         self._look_for_reset()
-        with self._mark.changing("contents.bring"):
+        with self._mark.changing(Call("contents.bring")):
             return _bring(replica, digests[:most], wanted.first_page)
 
     @property
@@ -152,7 +153,8 @@ class PageContents(Uncopied):
         replica = self._replicas[self._index(f"request {read.request_id!r}", replica_idx)]
         pending = imports.check_pages(replica, read, table, others)
         self._look_for_reset()
-        with self._mark.changing("contents.import_pages", pending):
+        known = replica.imports.each.copy()
+        with self._mark.changing(Call("contents.import_pages", partial(replica.imports.cancel_all_but, known))):
             return pending if imports.begin_pages(replica, pending, table) else None
 
     def commit_pages(self, pending: PendingImport, proof: ImportProof | None) -> None:
@@ -163,7 +165,7 @@ class PageContents(Uncopied):
         """
         self._mark.check("contents.commit_pages")
         replica = imports.own_import(self._replicas, pending, "commit_pages", is_open=True)
-        with self._mark.changing("contents.commit_pages", pending):
+        with self._mark.changing(Call("contents.commit_pages")):
             imports.finish_pages(replica, pending, proof)
 
     def _index(self, name: str, replica_idx: int) -> int:

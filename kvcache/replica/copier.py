@@ -5,17 +5,17 @@ the copy is good: a READ may have failed, or the source may have given the pages
 Therefore each import has exactly one copier, and accepts the proof of this copier once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.pool.pages import PagePool
 from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.rows import BlockRows
-from kvcache.types import RequestID
 from kvcache.uncopied import Uncopied
-from kvcache.under_way import UnderWay
+from kvcache.under_way import Call, UnderWay
 
+_GIVE_UP = Call("give_up")
 BEFORE_LAST = "came before the last block table of its prompt: call extend_import with last=True first"
 
 
@@ -162,7 +162,7 @@ class ImportBook:
         def ended() -> None:
             interrupted = self._mark.is_interrupted
             if not interrupted:
-                self._mark.call = ("give_up", None)
+                self._mark.call = _GIVE_UP
             copier.is_over = True
             if not interrupted:
                 if pending.closed and pending in self.copiers:
@@ -225,22 +225,19 @@ class ImportBook:
                 "import_block_table returned"
             )
 
-    def mend(self) -> list[RequestID]:
-        """Drop each closed import if no copier can write to its pages. Returns the requests of these imports.
+    def leave_all(self) -> None:
+        """Forget all rows after an interrupt, and drop each closed import to whose pages no copier can write."""
+        self.each[:] = [pending for pending in self.each if not pending.closed or self._is_written(pending)]
+        for pending in self.copiers.keys() - {*self.each}:
+            del self.copiers[pending]
+        for of_rows in (self.of_row, self._given_up, self.to_give_back):
+            of_rows.clear()
 
-        Called after an interrupt, when the rows are repaired.
-        """
-        over = [pending for pending in self.each if pending.closed and not self._is_written(pending)]
-        self.each[:] = [pending for pending in dict.fromkeys(self.each) if pending not in over]
-        self.copiers = {pending: copier for pending, copier in self.copiers.items() if pending in self.each}
-        rows = self._rows.request_ids
-        for row, pending in list(self.of_row.items()):
-            if pending not in self.each or rows[row] != pending.request_id:
-                del self.of_row[row]
-                if self._shares_ahead and rows[row] == pending.request_id:
-                    self.to_give_back.add(row)
-        self.to_give_back.intersection_update(self._rows.row_of.values())
-        return [pending.request_id for pending in over]
+    def cancel_all_but(self, known: Collection[PendingImport]) -> None:
+        """Cancel each open import that is not among `known`."""
+        for pending in [*self.each]:
+            if not (pending.closed or pending in known):
+                self.cancel(pending)
 
     def _is_written(self, pending: PendingImport) -> bool:
         """Whether a copier may still write to the import's pages."""

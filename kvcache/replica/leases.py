@@ -188,20 +188,19 @@ class PageLeases:
                     np.add.at(counts, pages, 1)
         return counts
 
-    def mend(self, over: object) -> None:
-        """Restore the leases of each row after an interrupt. The rows must be repaired first.
+    def leave_all(self, pages_of: Callable[[int], Pages]) -> None:
+        """Let the leases take over the pages of every leased row, as `leave` does, after an interrupt.
 
-        If `over` is a lease, the lease has ended and is removed.
+        `pages_of` returns the pages of a row that readers may know. The pools must be rebuilt afterwards. If this call
+        is interrupted and repeated, a lease may hold a page twice, until it ends.
         """
-        self._held = {lease: held for lease, held in self._held.items() if lease is not over}
-        rows = self._rows.request_ids
-        for row, leases in list(self.of_row.items()):
-            leases[:] = [lease for lease in leases if lease in self._held and rows[row] == lease.request_id]
-            if not leases:
-                del self.of_row[row]
-        alone = np.ones(len(rows), np.bool_)
-        alone[list(self.of_row)] = False
-        self.told[alone], self.kept[alone] = 0, NEVER
+        for row in [*self.of_row]:
+            held = HeldPages(self._pool, pages_of(row).copy())
+            for lease in self.of_row[row]:
+                if lease in self._held:
+                    self._held[lease].append(held)
+            del self.of_row[row]
+        self.told[:], self.kept[:] = 0, NEVER
 
     def check(self) -> None:
         for row in self.told.nonzero()[0].tolist():

@@ -48,8 +48,5 @@ class ReplicaPolicy:
     def reset(self) -> None:
         """Forget what was cached, because the cache is empty now."""
 
-    def begin_orders(self) -> None:
-        """Let the orders begin anew after an interrupt. The pools report all idle pages again next."""
-
-    def mend(self) -> None:
-        """Forget what requests have found. Called after an interrupt, when the pool is repaired."""
+    def clear(self) -> None:
+        """Forget all requests after an interrupt. The pools report all idle pages again next."""

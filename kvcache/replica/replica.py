@@ -16,7 +16,7 @@ from kvcache.errors import (
 from kvcache.events.log import AnyLog, NoLog
 from kvcache.layer_groups import LayerTables
 from kvcache.params import HashAlgorithm, KVCacheParams
-from kvcache.pool.index import NO_PAGE, Digests
+from kvcache.pool.index import Digests
 from kvcache.pool.pages import PagePool
 from kvcache.pool.pages_below import Asked, PagesBelow
 from kvcache.replica.context import ContextIndices, SafeContext
@@ -515,36 +515,22 @@ class Replica:
         for states in self.states:
             states.pages.forget_copies()
 
-    def mend(self, over: object) -> list[RequestID]:
-        """Restore everything that follows from rows and leases, after an interrupt. Call `Claims.mend` first.
+    def rebuild(self) -> None:
+        """Release every row after an interrupt, and build all state of pages anew.
 
-        A page that a row holds stays published only if the row counts the page as committed, and all earlier pages of
-        the row are published. `over` is a lease that has ended, or None. Returns the requests that cannot continue.
-        The pool is repaired last, from the holders and writers of pages that the rows, leases and imports name.
+        Published pages, leases, imports and steps in flight keep their pages. The tiers must have been restarted, and
+        `pool.parked` must have the pages of the steps.
         """
-        rows, published = self.rows, self.pool.index.published
-        claimed = [*rows.row_of.values()]
-        self.leases.mend(over)
-        ended = self.imports.mend()
-        columns = np.arange(rows.table.shape[2], dtype=np.int64)
-        unpublished = ((rows.table != NO_PAGE) & ~published[rows.table]).any(axis=0)
-        committed = np.minimum(rows.committed, np.where(unpublished, columns, rows.ends[-1][:, None]).min(axis=1))
-        rows.commit(np.arange(len(committed)), committed)
-        vouched, used = np.zeros_like(published), np.zeros_like(published)
-        used[rows.table] = True
-        vouched[rows.table[:, columns < committed[:, None]]] = True
-        published[used & ~vouched] = False
-        for row in range(len(committed)):
-            rows.measure(row, usable=self.imports.may_run(row))
-        self.counter.mend()
-        self.tier.mend(claimed)
-        self.hints.begin_orders()
+        self.leases.leave_all(lambda row: self.tables.pages(row, self.leases.last_read(row)))
+        self.imports.leave_all()
+        self.rows.clear()
+        for of_rows in (self._hashers, self._named, self.counter.open):
+            of_rows.clear()
+        self.hints.clear()
+        self.tier.restart()
         for states in self.states:
-            states.pages.mend(rows.row_of, self.imports.written_states, self.leases.holders(states.pages.pool))
-        self.pool.mend(*self.counted())
-        self.hints.mend()
-        # if a request's import has ended, the state in its page may be half written
-        return ended if self.states else []
+            states.pages.rebuild(self.imports.written_states, self.leases.holders(states.pages.pool))
+        self.pool.rebuild(*self.counted())
 
     def counted(self) -> tuple[Ints, Ints]:
         """Returns two counts for each page, int64 `[num_pages + 1]`: its holders, and its writers.
@@ -560,16 +546,6 @@ class Replica:
         for pages in chain(written, self.tier.coming(), *self.pool.parked):
             np.add.at(writers, pages, 1)
         return holders, writers
-
-    def goes_on(self, row: int, start: int) -> bool:
-        """Returns True if the row certainly has all earlier pages that a query at token `start` sees."""
-        rows = self.rows
-        there = max(rows.cached.item(row), rows.committed.item(row) * self.page_size)
-        if not start <= there <= rows.num_pages.item(row) * self.page_size:
-            return False
-        if rows.request_ids[row] is None or not self.tables.sees(row, start):
-            return False
-        return all(states.goes_on(row, start) for states in self.states)
 
     def check(self) -> None:
         """Compare state that is derived from the rows with a recount. Raises `InvariantError` at a discrepancy."""

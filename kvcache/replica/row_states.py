@@ -293,13 +293,6 @@ class RowStates:
         if self._caches(row) and last and not beyond and self._rows.table[0, row, last - 1] != NO_PAGE:
             self._keep(np.array([row]), np.array([tokens]), self.digest_at(row, context, tokens))
 
-    # ---- after an interrupt
-
-    def goes_on(self, row: int, start: int) -> bool:
-        """Whether the row's state covers exactly `start` tokens. False while drafted tokens wait for their `step`."""
-        name, pages = self._name(row), self.pages
-        return name not in pages.drafted and pages.tokens_of(name) == start
-
 
 def step_drafted(
     each: Sequence[RowStates], gathered: Gathered, step: Callable[[Gathered, Callable[[], None]], None]

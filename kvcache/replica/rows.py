@@ -184,41 +184,19 @@ class BlockRows:
     def measure(self, row: int, *, usable: bool = True) -> None:
         self.capacity[row] = self._room[self.shortest[row]] if usable else -1
 
-    def mend(self, row_of: dict[RequestID, int]) -> None:
-        """Bind exactly these requests to their rows, and cut the tables of each row at missing pages.
-
-        The caller must then call `measure` and `commit` for each row, because only the caller knows its progress.
-        """
-        taken = np.zeros(len(self.request_ids), np.bool_)
-        taken[list(row_of.values())] = True
-        names: list[RequestID | None] = [None] * len(taken)
-        for request_id, row in row_of.items():
-            names[row] = request_id
-        # One statement sets both attributes, so that they agree on the owners of rows even after an interrupt.
-        self.row_of, self.request_ids[:] = row_of, names
-        self.private &= {*row_of.values()}
-        self.free[:] = np.flatnonzero(~taken).tolist()  # ascending: a heap
-        self.cached[~taken] = self.counted[~taken] = 0
-        self.ends[:, ~taken] = 0
-        self.prompt[~taken] = -1
-        self._mend_tables()
+    def clear(self) -> None:
+        """Free every row after an interrupt."""
+        self.table[:] = NO_PAGE
+        self._bounds[:] = 0
         self.changed[:] = True
-
-    def _mend_tables(self) -> None:
-        """Cut all tables of each row at the first column in which a table of full attention has no page.
-
-        A table with a window then begins after its last column without a page.
-        """
-        columns = np.arange(self.table.shape[2], dtype=np.int64)
-        for number, (group, tables) in enumerate(self.groups):
-            ends, firsts = self.ends[number], self.firsts[number]
-            ends[:] = np.minimum(ends, self.num_pages)
-            hole = (self.table[tables] == NO_PAGE).any(axis=0)
-            if group.keeps_all:
-                ends[:] = np.minimum(ends, np.where(hole, columns, len(columns)).min(axis=1))
-            inside = columns < ends[:, None]
-            firsts[:] = np.where(hole & inside, columns + 1, 0).max(axis=1)
-            self.table[tables] *= inside & (columns >= firsts[:, None])
+        for numbers in (self.cached, self.counted, self.committed, self.capacity):
+            numbers[:] = 0
+        self.commit_at[:] = self.page_size
+        self.prompt[:] = -1
+        self.private.clear()
+        self.row_of.clear()
+        self.request_ids[:] = [None] * len(self.request_ids)
+        self.free[:] = range(len(self.request_ids))
 
     def unbind(self, row: int) -> None:
         """Clear a bound row, and free it."""
@@ -309,7 +287,3 @@ class PromptCounter:
         """
         self._rows.prompt[row] = self._rows.counted[row] = tokens
         self.open.discard(row)
-
-    def mend(self) -> None:
-        """Restore `open`, the rows whose prompts are not fully counted, after an interrupt."""
-        self.open = {*np.flatnonzero(self._rows.counted < self._rows.prompt).tolist()}

@@ -322,15 +322,16 @@ class RowTables:
         where, own, names = self._unpublished(rows, columns, digests)
         kept, shared = self.pool.index.publish(own, names), _NO_ROWS
         if kept is not own and np.count_nonzero(duplicate := kept != own):
-            # First the rows get the shared pages, then the duplicates are freed. So no row ever names a free page.
-            self.pool.hold(kept[duplicate])
-            state.entries[where] = kept
-            state.changed[rows] = True
+            # First the leases take over the duplicates, then the rows get the shared pages, then the duplicates are
+            # freed. So wherever this is interrupted, a row or a lease names each page that readers know.
             replaced = where[duplicate]
             of_rows, of_columns = np.divmod(replaced % state.table_size, state.width)
             if self._leases.of_row:
                 for at in zip(of_rows.tolist(), of_columns.tolist(), own[duplicate][:, None], strict=True):
                     self._leases.replace(*at)
+            self.pool.hold(kept[duplicate])
+            state.entries[where] = kept
+            state.changed[rows] = True
             self.pool.release(own[duplicate])
             shared = of_rows[replaced < state.table_size]
             where, own, names = where[~duplicate], own[~duplicate], names[~duplicate]
@@ -439,13 +440,6 @@ class RowTables:
                     f"kind {group.kind} ({group.window} tokens) have freed their pages before token "
                     f"{first * self._page_size} for a later step: call step first"
                 )
-
-    def sees(self, row: int, start: int) -> bool:
-        """Whether the row has all pages that a query at token `start` sees."""
-        rows, before = self.rows, -(-start // self._page_size)
-        return int(rows.ends[-1, row]) >= before and all(
-            int(rows.firsts[number, row]) <= self._seen(group, start) for number, (group, _) in enumerate(self.groups)
-        )
 
     def check(self) -> None:
         """Raise `InvariantError` if a row lacks a page that it needs, or has a page that it must not have."""

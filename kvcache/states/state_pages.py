@@ -43,12 +43,13 @@ from kvcache.pool.pages import HeldPages
 from kvcache.pool.pages_below import Asked, PagesBelow, last_end
 from kvcache.states.state_memory import StateRoom, StateViews, state_rows
 from kvcache.uncopied import Uncopied
-from kvcache.under_way import UnderWay
+from kvcache.under_way import Call, UnderWay
 from kvcache.unmoved import Unmoved
 
 Counts = NDArray[np.int64]
 """A number for each page of a pool."""
 NO_STATE: Digests = np.zeros((0, 1), np.uint64)  # the digest if a request does not resume from a cached state
+_DRAFT = Call("draft")
 _LOOKED_AT = 128  # how many pages of a prompt are searched at a time for the newest state
 
 
@@ -349,7 +350,7 @@ class StatePages(Uncopied):
         self.tokens_of(request_id)
         if request_id in self.drafted:
             return True
-        self._mark.call = ("draft", request_id)
+        self._mark.call = _DRAFT
         # `fetch` has given the ids of token pages to the model, so these pages must not be moved.
         there = self.pool.make_room(moving=False)
         if there:
@@ -518,27 +519,15 @@ class StatePages(Uncopied):
         """Returns the layout of each kind of state on a shard, including page 0."""
         return self._kinds[shard]
 
-    def mend(self, request_ids: Iterable[str], written: Sequence[int], leased: Counts) -> None:
-        """Count the holders of each state page again, after an interrupt.
+    def rebuild(self, written: Sequence[int], leased: Counts) -> None:
+        """Release the states of all requests after an interrupt, and build the pool anew. Cached copies stay cached.
 
-        `request_ids` are the claimed requests, `written` are the pages to which transfers write, and `leased` is the
-        number of leases on each page. Cached copies stay cached if their content is complete.
+        `written` are the pages to which transfers write, and `leased` is the number of leases on each page.
         """
-        claimed = {*request_ids}
-        for of_requests in (self._page_of, self.drafted, self._passing):
-            for request_id in of_requests.keys() - claimed:
-                del of_requests[request_id]
-        own = {*self._page_of.values()}
-        for request_id, page in list(self.drafted.items()):
-            if page in own or request_id not in self._page_of:  # true only if an interrupt has stopped `settle`
-                del self.drafted[request_id]
-        self._before = {page: copy for page, copy in self._before.items() if page in written}
-        self._saved = {page: saved for page, saved in self._saved.items() if page in written}
-        published = self.pool.index.published
-        published[(self._tokens == 0) | np.isin(np.arange(len(published)), self._own)] = False
-        # A copy to the device counts as a holder, so the ended copies are forgotten before the holders are counted.
-        self.below.mend(())
-        self.pool.mend(*self._counted(written, leased))
+        for of_requests in (self._page_of, self.drafted, self._passing, self._before, self._saved):
+            of_requests.clear()
+        self.below.restart()
+        self.pool.rebuild(*self._counted(written, leased))
 
     @property
     def _own(self) -> list[int]:

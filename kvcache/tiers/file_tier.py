@@ -150,7 +150,7 @@ class FileIndex:
     def clear(self) -> None:
         """Forget all files. The journal does not report the pages as removed."""
         self.pages.clear()
-        self._pool.mend(*np.zeros((2, len(self.reading)), np.int64))
+        self._pool.rebuild(*np.zeros((2, len(self.reading)), np.int64))
         self._files.clear()
         self._names.clear()
         self.bytes = 0
@@ -317,9 +317,9 @@ class FileTier(LowerTier):
         """The pages of all known files."""
         return self._index.pages
 
-    def mend(self) -> None:
-        """Forget which pages the tier has. The next scan of the folder finds all files again."""
-        super().mend()
+    def restart(self) -> None:
+        """Drop all jobs, and forget which pages the tier has. The next scan of the folder finds all files again."""
+        super().restart()
         self._queue.clear()
         self._index.clear()
         self._scanned = self._clock() - _RESCAN_S

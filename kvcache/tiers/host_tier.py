@@ -9,7 +9,7 @@ first.
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -202,8 +202,8 @@ class LowerTier:
             with suppress(RuntimeError):  # `submit` raises this error after `close` has stopped the thread
                 thread.submit(nothing).result()
 
-    def mend(self) -> None:
-        """Forget which pages the tier has. Call `stop` before this."""
+    def restart(self) -> None:
+        """Drop all jobs, and forget which pages the tier has, after an interrupt. Call `stop` before this."""
         self._reader.jobs.clear()
         self._writer.jobs.clear()
 
@@ -549,21 +549,18 @@ class ReplicaTier(PagesBelow, PageReader):
         """Returns the host slots of each copy that has not ended."""
         return [copy.slots for copy in (*self.open_loads, *self.stores)]
 
-    def mend(self, rows: Iterable[int]) -> None:
-        claimed = {*rows}
-        self._loads = {row: loads for row, loads in self._loads.items() if row in claimed}
-        self._left.clear()  # no copy is in flight when `mend` is called
+    def restart(self) -> None:
+        """End all copies after an interrupt, when none of them runs any more. Queue the published pages again.
+
+        The pool of the host tier must be built first. The uses that wait in the queue are lost.
+        """
+        for copies in (self._loads, self._left, self.stores, self.waiting):
+            copies.clear()
         self.storing[:] = False
-        for store in self.stores:
-            self.storing[store.pages] = True
-        uses = [entry for entry in self.waiting if not entry[0].size]
-        self.waiting.clear()
-        # The queue is rebuilt, because the interrupt may have come just after a page was published or left the queue.
-        published = np.flatnonzero(self.pool.index.published & ~self.storing).astype(np.int32)
+        published = np.flatnonzero(self.pool.index.published).astype(np.int32)
         digests = self.pool.index.digests_of(published)
         absent = self.host.pool.index.find(digests) == NO_PAGE
         self.came(published[absent], digests[absent])
-        self.waiting += uses  # `uses` come last: a use waits for all earlier pages in the queue
 
     # ---- inside
 

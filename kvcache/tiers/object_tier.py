@@ -398,8 +398,8 @@ class ObjectTier(LowerTier):
             "object_store_failures": self.failures,
         }
 
-    def mend(self) -> None:
-        super().mend()
+    def restart(self) -> None:
+        super().restart()
         self._forget()
         self._answers += 1
 

@@ -173,21 +173,16 @@ class Tiers:
             lower.reset()
         self.host.pool.forget()
 
-    def stop(self) -> None:
-        """Wait until the threads of the lower tiers no longer read or write host memory."""
-        for lower in self.lower:
-            lower.stop()
+    def restart(self) -> None:
+        """End all copies, reads and writes after an interrupt. Host memory keeps the pages that are complete.
 
-    def mend(self) -> None:
-        """Count the holders of all slots again after an interrupt.
-
-        `stop`, and the `mend` of each replica's tier, must be called before this. The results of reads and writes that
-        were running are dropped. The folder of files is scanned again, and the store is asked again.
+        The folder of files is scanned again, and the store is asked again. Afterwards each replica's tier has to
+        restart.
         """
         for lower in self.lower:
-            lower.mend()
-        holders = self._holders()
-        self.host.pool.mend(holders, np.zeros_like(holders))
+            lower.stop()
+            lower.restart()
+        self.host.pool.rebuild(*np.zeros((2, self.host.pool.num_pages + 1), np.int64))
 
     def _holders(self) -> Ints:
         """Returns how many copies, reads and writes hold each slot: int64 `[slots + 1]`."""

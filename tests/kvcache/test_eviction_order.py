@@ -48,9 +48,6 @@ class Model(list[int]):
     def hint(self, page: int, retention: Retention | None, now: float) -> None: ...
     def own(self, page: int, salt: str | None) -> None: ...
 
-    def mend(self, pages: list[int]) -> None:
-        self[:] = [page for page in self if page in pages] + [page for page in pages if page not in self]
-
 
 class FoundAgain(Model):
     """A model of the order in the documentation's example: pages that were found again are evicted after all other
@@ -107,14 +104,10 @@ class Biased(HintedIdle):
     def own(self, page: int, salt: str | None) -> None:
         self.tenants[page] = salt
 
-    def mend(self, pages: list[int]) -> None:
-        older = sorted((page for page in pages if page in self.older), key=lambda page: self.older[page])
-        recent = [page for page in self if page in pages and page not in older]
+    def clear(self) -> None:
+        del self[:]
         self.older.clear()
         self.renewed = 0
-        self[:] = []
-        for page in [*older, *recent, *(page for page in pages if page not in [*older, *recent])]:
-            self.append(page)
 
 
 class Case(NamedTuple):
@@ -178,7 +171,7 @@ class Moves:
     def move(self) -> None:
         self.now.seconds += self.rng.choice([0.0, 0.0, 3.0])
         moves = [self.come, self.come, self.leave, self.leave, self.use, self.evict, self.evict]
-        self.rng.choice([*moves, self.lose, self.renew, self.change_places, self.trust, self.mend])()
+        self.rng.choice([*moves, self.lose, self.renew, self.change_places, self.trust, self.begin_anew])()
 
     def away(self, most: int = 5) -> list[int]:
         away = [page for page in range(1, PAGES + 1) if page not in self.model]
@@ -264,13 +257,14 @@ class Moves:
     def trust(self) -> None:
         self.trust_order(self.rng.choice([0.0, 0.3, 0.95, 1.0]))
 
-    def mend(self) -> None:
-        """Repairs the order after an interrupt. The set of idle pages has changed since the interrupt."""
+    def begin_anew(self) -> None:
+        """Empties the order after an interrupt. The set of idle pages has changed since the interrupt."""
         pages = [*self.there(), *self.away()]
         self.clear()
-        self.order.mend(np.array(pages, np.intp))
-        self.model.mend(pages)
-        self.seen["mended"] += len(pages)
+        self.order.clear()
+        self.model.clear()
+        self.append(pages)
+        self.seen["appended again"] += len(pages)
 
     def compare(self) -> None:
         order, model = self.order, self.model

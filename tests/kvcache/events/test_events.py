@@ -302,9 +302,9 @@ def test_every_change_of_an_index_is_written_by_one_function() -> None:
         for target in node.targets
         if ast.unparse(target).startswith("self.published[")
     }
-    # Pages that `rename` moves are neither added nor removed. `EventPublisher.agree` reports what `mend` and `clear`
-    # change.
-    assert writers == {"_changed", "rename", "mend", "clear"}
+    # Pages that `rename` moves are neither added nor removed. `EventPublisher.agree` reports what `clear`
+    # changes.
+    assert writers == {"_changed", "rename", "clear"}
 
 
 def test_a_closed_manager_reports_that_all_pages_are_gone_and_leaves_no_thread() -> None:

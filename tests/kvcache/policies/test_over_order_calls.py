@@ -35,7 +35,7 @@ def noting(name: str) -> Callable[..., object]:
 @pytest.mark.parametrize("name", HANDED_ON)
 def test_a_call_reaches_the_wrapped_order_and_returns_its_answer(name: str) -> None:
     below: Any = type("Noting", (EvictionOrder,), {one: noting(one) for one in CALLS})()
-    over: Any = type("Over", (OverOrder,), {one: noting(one) for one in ("append", "mend", "pop", "remove")})(below)
+    over: Any = type("Over", (OverOrder,), {one: noting(one) for one in ("append", "clear", "pop", "remove")})(below)
     noted: list[object] = []
     below.noted = noted
     given = tuple(object() for _ in range(getattr(EvictionOrder, name).__code__.co_argcount - 1))
@@ -61,10 +61,6 @@ class Spoils(LruOrder):
         super().remove(pages)
         pages[:] = 0
 
-    def mend(self, pages: Indices) -> None:
-        super().mend(pages)
-        pages[:] = 0
-
 
 def test_an_order_that_overwrites_its_arguments_changes_no_array_of_its_caller() -> None:
     order = CheckedOrder(PAGES, Spoils(PAGES))
@@ -74,10 +70,6 @@ def test_an_order_that_overwrites_its_arguments_changes_no_array_of_its_caller()
     order.remove(gone := ids(4))
     assert gone.tolist() == [4]
     order.check()
-    order.mend(left := np.array([5, 7]))
-    assert left.tolist() == [5, 7]
-    order.check()
-    assert (order.count, order.pop(2).tolist()) == (2, [5, 7])
 
 
 def test_pages_that_left_or_are_missing_after_a_repair_are_not_idle() -> None:
@@ -87,7 +79,9 @@ def test_pages_that_left_or_are_missing_after_a_repair_are_not_idle() -> None:
     below.append(ids(3))
     with pytest.raises(InvariantError, match="page 3, which is not idle"):
         order.pop(3)
-    order.mend(np.array([4]))
+    order.clear()
+    assert (order.count, below.count) == (0, 0)
+    order.append(ids(4))
     assert order.count == 1
     order.check()
     below.append(ids(5))

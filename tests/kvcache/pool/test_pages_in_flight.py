@@ -140,7 +140,7 @@ def test_writers_that_an_interrupt_left_uncounted_keep_their_pages() -> None:
     pool.writers[pages] += 1  # An interrupted `add_writer` may leave these counts.
     holders, writers = np.zeros(SIZE + 1, np.int64), np.zeros(SIZE + 1, np.int64)
     holders[pages] = writers[pages] = 1
-    pool.mend(holders, writers)
+    pool.rebuild(holders, writers)
     pool.check(holders, writers)
     pool.release(pages)
     assert pool.free_count == SIZE - 2

@@ -1,3 +1,4 @@
+# pyright: reportAttributeAccessIssue=false
 """Slabs without cached states and without movable pages. Also the records of slabs after an interrupt or a fault."""
 
 from __future__ import annotations
@@ -215,10 +216,10 @@ def test_after_an_interrupt_slabs_that_are_held_or_found_are_taken_and_no_others
     pool._ages[:] = 1 << 40  # pyright: ignore[reportPrivateUsage]
     of_states = np.zeros(states.num_pages + 1, np.int64)
     of_states[held] = 1
-    states.mend(of_states.copy(), none(states))
+    states.rebuild(of_states.copy(), none(states))
     assert np.flatnonzero(pool.taken).tolist() == sorted([held, found])
     rows = counts(pool, *pages[[0, 1, 2, 8]].tolist())
-    pool.mend(rows.copy(), none(pool))
+    pool.rebuild(rows.copy(), none(pool))
     pool.check(rows.copy(), none(pool))
     states.check(of_states.copy(), none(states))
     assert states.oldest_use > 0

@@ -942,7 +942,8 @@ class Moves:
             kept = {page for row in one.rows for column, page in row.items() if column < pages_of(one.cached)}
             assert (kept if one.unsure else {*pages}) <= {*held}, f"{one.name}: its lease has lost pages"
             extra = {*held} - {*pages}
-            assert not extra & {page for row in one.rows for page in row.values()}, (
+            # A reset has hidden the cached pages that a request has found, but not run in yet.
+            assert one.private or not extra & {page for row in one.rows for page in row.values()}, (
                 f"{one.name}: leased uncomputed pages"
             )
             self.seen["kept"] += bool(pages)

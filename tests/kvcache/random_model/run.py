@@ -89,14 +89,14 @@ class Model(AheadMoves):
         except Interrupted as call:
             self.seen["interrupted"] += 1
             self.seen[f"interrupted: {call}"] += 1
-            self.mend(before)
+            self.settle(before)
             if str(call) == "reset_prefix_cache":
                 self.is_forgotten()
             self.same_books()
         if self.wrong is not None and self.choose.integer(0, 2) == 0:
             self.seen["wrong call"] += self.wrong.make()
 
-    def mend(self, before: dict[Request, list[int]]) -> None:
+    def settle(self, before: dict[Request, list[int]]) -> None:
         """After an interrupt, checks that the manager's state is right or that `recover` repairs it. Then ends all
         leases, imports and steps that the interrupted call has not returned to a caller.
         """

@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
 """A batch that is updated in arrays gives the same results as the plain calls, even if its contexts are also changed by
 other calls.
 """
@@ -41,23 +42,6 @@ def running(manager: PagedKVCacheManager, lengths: list[int], longest: int = 409
 
 def indices(context: TextContext) -> tuple[int, int, int, list[int]]:
     return context.start_idx, context.active_idx, context.end_idx, context.tokens.tolist()
-
-
-def test_a_batch_made_before_an_interrupt_is_checked_again(make: Any) -> None:
-    manager = make(40, page_size=4, checks=False)
-    batch = manager.batch(running(manager, [5, 6]))
-    for _ in range(2):  # In the second round the batch already knows that its requests have room for 9 steps.
-        assert manager.reserve_batch(batch, 9).all()
-    assert batch.slack >= 8
-    # The table is set back, as if the interrupted call had not written the new pages into the row of the second
-    # request.
-    manager._replicas.each[0].rows.table[0, 1, 2:] = 0
-    manager._mark.call = ("reserve_batch", batch.places)
-    assert manager.recover().released == ()
-    with pytest.raises(NotReservedError, match="'1': 15 tokens, but its reserved pages hold 8: call maybe_reserve"):
-        manager.fetch(batch, 9)
-    assert manager.reserve_batch(batch, 9).all()
-    manager.fetch(batch, 9)
 
 
 @pytest.mark.parametrize("dp", [1, 2])

@@ -1,3 +1,4 @@
+# pyright: reportIncompatibleMethodOverride=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
 """Pages by content: the pages that a replica leases to a reader, and the pages that it loads from lower tiers for the
 reader.
 """
@@ -209,7 +210,7 @@ def test_each_page_that_is_loaded_belongs_to_its_table(served: Any) -> None:
     it.manager.check()
 
 
-def test_an_interrupted_load_is_mended_before_the_next_one(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_load_ends_before_the_next_one(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     it = served()
     evicted(it)
     (tier,) = it.tiers.replicas

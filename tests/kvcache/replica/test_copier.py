@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvcache import InterruptedCallError, InvalidRequestError, InvariantError, LayerGroup, NotReservedError
+from kvcache import InterruptedCallError, InvalidRequestError, InvariantError, LayerGroup
 from kvcache.replica.block_table import PendingImport
+from kvcache.under_way import Call
 from tests.kvcache.replica.test_imports import beginning, prefilled, receiver
 
 TWO_TABLES: dict[str, Any] = {
@@ -46,10 +47,8 @@ def test_a_late_cancel_does_not_touch_the_pages_of_the_next_request_of_the_name(
     assert target.get_req_blocks("d") == pages
 
 
-@pytest.mark.parametrize("imports_again", [False, True])
-@pytest.mark.parametrize("at", ["cancel", "_give_back"])
-def test_after_an_interrupted_cancel_a_request_does_not_run_in_pages_that_others_may_share(
-    make: Any, monkeypatch: pytest.MonkeyPatch, at: str, imports_again: bool
+def test_an_interrupted_cancel_can_be_made_again_and_its_request_starts_anew(
+    make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stops(pending: PendingImport) -> None:
         pending.closed = True
@@ -60,17 +59,14 @@ def test_after_an_interrupted_cancel_a_request_does_not_run_in_pages_that_others
     context = receiver(target)
     pending = target.import_block_table(context, table)
     with monkeypatch.context() as patched:
-        patched.setattr(target._replicas.each[0].imports, at, stops)
+        patched.setattr(target._replicas.each[0].imports, "cancel", stops)
         with pytest.raises(KeyboardInterrupt):
             target.cancel_import(pending)
     assert target.recover().call == "cancel_import"
-    with pytest.raises(NotReservedError, match="'d': fetch would write to pages of its cancelled import"):
-        target.fetch([context])
-    if imports_again:
-        assert target.import_block_table(context, table).needs_copy
-        return
-    assert target.maybe_reserve(context)
-    target.fetch([context])
+    target.cancel_import(pending)
+    assert target.num_free_blocks == 40
+    target.external_claim(context.request_id)
+    assert target.import_block_table(context, table).needs_copy
 
 
 def test_an_import_has_one_copier_which_proves_nothing_before_it_has_taken_all_pages(make: Any) -> None:
@@ -202,7 +198,7 @@ def released(make: Any) -> tuple[Any, Any]:
 
 def test_a_copier_that_ends_while_the_manager_needs_recovery_leaves_the_pages_to_it(make: Any) -> None:
     target, copier = released(make)
-    with pytest.raises(KeyboardInterrupt), target._replicas.each[0].imports._mark.changing("fetch"):
+    with pytest.raises(KeyboardInterrupt), target._replicas.each[0].imports._mark.changing(Call("fetch")):
         raise KeyboardInterrupt
     copier.give_up()
     assert copier.is_over
@@ -214,7 +210,7 @@ def test_a_copier_that_ends_while_the_manager_needs_recovery_leaves_the_pages_to
     assert target.num_free_blocks == 16
 
 
-def test_a_copier_that_is_interrupted_when_it_ends_is_over_and_its_pages_are_mended(
+def test_a_copier_that_is_interrupted_when_it_ends_is_over_and_its_pages_are_free(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stops(*_: object) -> None:
@@ -263,24 +259,6 @@ def test_a_check_finds_imports_that_do_not_fit_their_rows(make: Any, change: str
     pending.closed, imports.each[:], imports.of_row = False, each, of_row
     imports.to_give_back.clear()
     imports.check()
-
-
-def test_a_repair_keeps_each_open_import_once_and_no_row_that_has_passed_on(make: Any) -> None:
-    """An interrupt may leave a row with another request than its import, and a row that nobody holds any more."""
-    _, table = prefilled(make, **TWO_TABLES)
-    target = make(80, page_size=4, **TWO_TABLES)
-    passed_on = target.import_block_table(receiver(target), table)
-    kept = target.import_block_table(receiver(target, name="e"), table)
-    rows, imports = target._replicas.each[0].rows, target._replicas.each[0].imports
-    row, other = rows.row_of["d"], rows.row_of["e"]
-    rows.request_ids[row] = "another"
-    imports.each.append(kept)
-    imports.to_give_back.add(rows.request_ids.index(None))
-    assert imports.mend() == []
-    assert imports.each == [passed_on, kept]
-    assert imports.of_row == {other: kept}
-    assert imports.to_give_back == set()
-    rows.request_ids[row], imports.of_row[row] = "d", passed_on
 
 
 def test_a_row_without_room_that_waits_for_its_return_is_a_contradiction_too(make: Any) -> None:

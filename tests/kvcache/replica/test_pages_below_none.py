@@ -18,7 +18,7 @@ GIVEN: dict[str, tuple[object, ...]] = {
     "restore": (0, PAGES, PAGES),
     "arrive": (np.array([0]),),
     "load_all": (),
-    "mend": ([0],),
+    "restart": (),
     "touch": (DIGESTS[0],),
     "used": (DIGESTS[0],),
     "leave": (0, PAGES, DIGESTS[0, :2], np.zeros_like),

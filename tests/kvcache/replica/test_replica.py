@@ -56,29 +56,6 @@ def test_pages_that_hits_replace_count_as_free(make: Any) -> None:
     assert manager.num_free_blocks == 2
 
 
-def test_after_an_interrupt_a_page_that_its_row_does_not_count_as_published_is_not_found(make: Any) -> None:
-    """`step` first publishes pages and then counts them as published. After an interrupt between the two, a page that
-    is not counted may be published only in part.
-    """
-    manager = make(16, page_size=4, checks=False)
-    contexts = [TextContext(range(first, first + 9), 64, name) for first, name in ((0, "stays"), (100, "half"))]
-    for context in contexts:
-        manager.external_claim(context.request_id)
-        assert manager.maybe_reserve(context)
-    manager.fetch(contexts)
-    for context in contexts:
-        context.update(1)
-    manager.step(contexts)
-    replica = manager._replicas.each[0]
-    pages = [list(manager.get_req_blocks(context.request_id)) for context in contexts]
-    replica.rows.commit(replica.rows.row_of["half"], 1)
-    manager._mark.call = ("step", None)
-    assert manager.recover().call == "step"
-    published = replica.pool.index.published
-    assert [published[each[:2]].tolist() for each in pages] == [[True, True], [True, False]]
-    manager.check()
-
-
 def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -> None:
     """A waiting request remembers the pages that its prompt has matched. Then a growing request evicts one of these
     pages.

@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false, reportUnknownArgumentType=false
 """A row counts each token of a prompt once: either as a token that ran or as a token that was found."""
 
 from __future__ import annotations
@@ -78,24 +79,27 @@ def test_tokens_that_a_step_reports_and_tokens_of_an_import_leave_the_open_promp
     count.run(np.array([0]), 0, np.array([12]))
     count.ran_elsewhere(1, 12)
     assert (count.ran, count.found, count.open) == (12, 0, {2})
-    count.open.clear()
-    count.mend()
-    assert count.open == {2}
 
 
-def test_tables_are_cut_at_the_first_column_in_which_a_table_of_full_attention_has_no_page() -> None:
+def test_rows_that_are_cleared_in_any_state_are_as_new() -> None:
     groups = layer_tables((LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 6)), 3).groups
-    rows = BlockRows(AllRows(1, 2, 4), 0, 20, groups, pinned=False)
+    rows, new = (BlockRows(AllRows(1, 2, 4), 0, 20, groups, pinned=False) for _ in range(2))
     row = rows.claim("a")
-    rows.table[:, row] = [[1, 2, 3, 4, 0], [5, 6, 0, 8, 0], [0, 9, 10, 11, 0]]
-    rows.table[0, 1 - row, 0] = 12  # An interrupted release has forgotten the request that had this page.
-    rows.ends[:], rows.firsts[1, row], rows.prompt[:] = 4, 1, 9
-    rows.mend({"a": row})
-    assert rows.table[:, row].tolist() == [[1, 2, 0, 0, 0], [5, 6, 0, 0, 0], [0, 9, 0, 0, 0]]
-    assert (rows.ends[:, row].tolist(), rows.firsts[:, row].tolist()) == ([2, 2], [0, 1])
-    assert not rows.table[:, 1 - row].any()
-    assert rows.prompt[[row, 1 - row]].tolist() == [9, -1]
+    rows.table[:, row] = 3
+    rows.table[0, 1 - row, 0] = 12  # an interrupted release has forgotten the request that had this page
+    rows.ends[:], rows.firsts[1, row], rows.prompt[:], rows.counted[row], rows.cached[row] = 4, 1, 9, 5, 5
+    rows.commit(row, 1)
+    rows.measure(row)
+    rows.make_private()
+    rows.changed[:] = False
+    rows.clear()
     assert rows.changed.all()
+    rows.changed[:] = False
+    of_new = vars(new)
+    for name, value in vars(rows).items():
+        if isinstance(value, np.ndarray):
+            assert np.array_equal(value, of_new[name]), name
+    assert (rows.free, rows.row_of, rows.request_ids, rows.private) == (new.free, {}, [None, None], set())
 
 
 def test_rows_at_positions_of_a_slice_and_of_an_array() -> None:

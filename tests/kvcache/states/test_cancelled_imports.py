@@ -1,10 +1,10 @@
+# pyright: reportPrivateUsage=false
 """After a cancelled import, the request computes its tokens itself. It must not overwrite a page that other requests
 hold or can find.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ import torch
 
 from kvcache import InvalidRequestError, LayerGroup, NotReservedError, PagedKVCacheManager, PendingImport, TextContext
 from tests.kvcache.build import manager_of
-from tests.kvcache.random_model.interrupts import interrupted
 from tests.kvcache.replica.test_further_tables import gone
 from tests.kvcache.states.test_grouped_states import NEXT, PROMPT, SHAPE, SIZE, run, served, start, without_state_at
 
@@ -161,36 +160,6 @@ def test_after_a_cancelled_import_a_request_waits_without_pages_if_too_few_are_f
     compute(target, context)
 
 
-@pytest.mark.parametrize("interrupted", ["cancel_import", "a later call"])
-def test_after_an_interrupt_the_pages_of_a_cancelled_import_are_not_overwritten(
-    monkeypatch: pytest.MonkeyPatch, interrupted: str
-) -> None:
-    def stops(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    source, target = make(WIDE, states=False), make(WIDE, states=False)
-    without_states(target, "first")
-    target.lease("first")
-    target.release("first")
-    target.external_claim("other")
-    for column in range(10):
-        gone(target, PROMPT, 0, column)
-    context, pending = importing(source, target)
-    if interrupted == "a later call":
-        target.cancel_import(pending)
-    imports = target._replicas.each[0].imports
-    monkeypatch.setattr(imports, "_give_back", stops)
-    monkeypatch.setattr(target._replicas.each[0].leases, "grant", stops)
-    with pytest.raises(KeyboardInterrupt):
-        target.lease("other") if imports.to_give_back else target.cancel_import(pending)
-    monkeypatch.undo()
-    assert target.recover().call is not None
-    target.check()
-    while context.start_idx < 45:
-        assert target.maybe_reserve(context)
-        compute(target, context)
-
-
 @pytest.mark.parametrize("claimed_again", [False, True])
 def test_a_state_page_is_freed_when_its_copier_gives_up_after_the_release_of_the_request(claimed_again: bool) -> None:
     source, target = make(), make()
@@ -203,50 +172,6 @@ def test_a_state_page_is_freed_when_its_copier_gives_up_after_the_release_of_the
     assert target.states[0].num_held == 1 + claimed_again
     copier.give_up()
     assert target.states[0].num_held == claimed_again
-    target.check()
-
-
-@pytest.mark.parametrize("groups", [WIDE, NARROW])
-def test_a_copier_that_ends_after_a_recovery_does_not_let_its_request_overwrite_shared_pages(
-    groups: tuple[LayerGroup, ...],
-) -> None:
-    target, context, pending = shared_import(groups)
-    copier = target.copier(pending)
-    target.cancel_import(pending)
-    target._mark.call = ("prefetch", None)  # the call was interrupted
-    assert target.recover().released == ()
-    copier.give_up()
-    target.check()
-    while context.start_idx < 45:
-        assert target.maybe_reserve(context)
-        compute(target, context)
-
-
-def test_if_a_cancel_is_interrupted_anywhere_its_request_does_not_overwrite_shared_pages() -> None:
-    at, done = 1, True
-    while done:
-        target, context, pending = shared_import(WIDE)
-        copier = target.copier(pending)
-        target._mark.call = ("cancel_import", pending)
-        _, _, done = interrupted(partial(target._replicas.each[0].imports.cancel, pending), at, KeyboardInterrupt)
-        assert target.recover().released == ()
-        target.cancel_import(pending)
-        copier.give_up()
-        target.check()
-        while context.start_idx < 45:
-            assert target.maybe_reserve(context), f"interrupted at {at}"
-            compute(target, context)
-        at += 4
-    assert at > 40
-
-
-def test_a_request_whose_import_was_cancelled_before_a_recovery_may_import_again() -> None:
-    source, target = make(states=False), make(states=False)
-    context, pending = importing(source, target)
-    target.cancel_import(pending)
-    target._mark.call = ("prefetch", None)  # the call was interrupted
-    assert target.recover().released == ()
-    assert target.import_block_table(context, source.block_table("r")) is not None
     target.check()
 
 

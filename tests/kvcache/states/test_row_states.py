@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false
 """Tests the states of a replica's rows."""
 
 from __future__ import annotations
@@ -106,22 +107,6 @@ def test_a_request_whose_state_is_ahead_of_its_computed_tokens_is_forked_and_exp
     child = context.fork("child")
     assert manager.fork(context, child)
     assert states.tokens_of("child") == states.tokens_of("r") == 9
-    manager.check()
-
-
-@pytest.mark.parametrize(
-    "when", ["after a step", "while drafted tokens wait for a step", "while a token waits for a step"]
-)
-def test_recover_releases_a_request_whose_state_is_not_that_of_its_computed_tokens(when: str) -> None:
-    manager, states, context = drafted()
-    if when != "while drafted tokens wait for a step":
-        manager.step([context])
-    if when == "while a token waits for a step":
-        assert manager.maybe_reserve(context)
-        manager.fetch([context])
-        states.advance(states.pages_at(["r"], [context.start_idx]), [context.active_idx])
-    manager._mark.call = ("maybe_reserve", "r")  # it was interrupted
-    assert manager.recover().released == (() if when == "after a step" else ("r",))
     manager.check()
 
 

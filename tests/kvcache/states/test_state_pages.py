@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 import numpy as np
 import pytest
 import torch
@@ -401,16 +402,15 @@ def test_the_kinds_of_a_shard_say_where_its_states_lie() -> None:
         assert [(kind.region, kind.offset) for kind in kinds] == [(at, 0) for at in range(len(tensors))]
 
 
-def test_a_repair_withdraws_a_state_that_its_request_writes_and_keeps_complete_copies() -> None:
+def test_after_an_interrupt_requests_have_no_states_and_complete_copies_are_cached() -> None:
     states = states_of(SHAPE, 4)
     page = states.allocate("a")
     states.advance(torch.tensor([page]), [8])
     states.keep("a", digest(1), 8, passing=False)
-    states.pool.index.publish(np.array([page], np.int32), digest(2))
-    empty = states.pool.allocate(1)
-    states.pool.index.publish(empty, digest(3))
-    with pytest.raises(InvariantError):
-        states.check(["a"])
-    states.mend(["a"], [], np.zeros(5, np.int64))
-    states.check(["a"])
-    assert [bool(states.kept_after(digest(number))[0]) for number in (1, 2, 3)] == [True, False, False]
+    states.keep("a", digest(2), 8, passing=True)
+    states.rebuild([], np.zeros(5, np.int64))
+    states.check([])
+    assert (states.num_held, states.num_kept) == (0, 2)
+    states.advance(torch.tensor([states.allocate("a")]), [4])
+    states.keep("a", digest(3), 4, passing=True)
+    assert states.num_kept == 3, "the passing copy of the request before is not replaced"

@@ -1,3 +1,4 @@
+# pyright: reportIncompatibleMethodOverride=false, reportPrivateUsage=false, reportUnknownLambdaType=false
 """The work of a file tier's two threads: what begins it, what its results change, and what ends it."""
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def test_the_folder_is_scanned_every_five_seconds_and_after_a_recovery(served: M
         now += passed
         assert scanned() == scans
     files.stop()
-    files.mend()
+    files.restart()
     assert not files._index.names
     assert (files.index.find(pages) == NO_ENTRY).all()
     now += 0.1

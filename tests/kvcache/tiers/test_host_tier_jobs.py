@@ -1,3 +1,4 @@
+# pyright: reportIncompatibleMethodOverride=false, reportPrivateUsage=false
 """Tests the jobs that a lower tier gives to its threads. The tier takes results in order. The slots of a job become
 free whatever the result is.
 """
@@ -189,7 +190,7 @@ def test_after_an_interrupt_work_is_forgotten_and_stopping_needs_no_thread() -> 
     work.tier._reader.submit(ran.append, 1)
     work.tier.stop()
     assert ran == [1]
-    work.tier.mend()
+    work.tier.restart()
     assert work.tier.held_slots == []
     for thread in work.threads:
         thread.shutdown()

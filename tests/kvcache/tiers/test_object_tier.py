@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """The object tier: pages outlive processes and folders. Any fault in the store leads only to misses, in
 bounded time.
 """
@@ -19,6 +20,7 @@ from kvcache.pool.index import NO_PAGE
 from kvcache.tiers import object_tier as module
 from kvcache.tiers.host_tier import Job
 from kvcache.tiers.object_tier import ReadRates
+from kvcache.under_way import Call
 from tests.kvcache.served import Served
 from tests.kvcache.states.served_states import ServedStates
 from tests.kvcache.tiers.stored_objects import (
@@ -112,7 +114,7 @@ def test_after_a_repair_a_waiting_request_looks_up_the_store_again(served: Make)
     assert known > 0
     generations = {known}
     for repairs in (1, 2):
-        it.manager._mark.call = ("prefetch", None)  # it was interrupted
+        it.manager._mark.call = Call("prefetch")  # it was interrupted
         it.manager.recover()
         generations.add(objects_of(it).generation)
         assert len(generations) == 1 + repairs
@@ -128,7 +130,7 @@ def test_a_repair_waits_for_reads_and_frees_the_slots_that_they_filled(served: M
     store.may.clear()
     assert again.manager.prefetch(again.waiting(PROMPT))
     assert sum(map(len, objects_of(again).held_slots)) == 8
-    again.manager._mark.call = ("prefetch", None)  # it was interrupted
+    again.manager._mark.call = Call("prefetch")  # it was interrupted
     ends = threading.Timer(0.2, store.may.set)
     ends.start()
     again.manager.recover()

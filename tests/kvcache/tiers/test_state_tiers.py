@@ -59,7 +59,7 @@ def test_copies_to_the_host_take_a_twentieth_of_a_step_and_copies_of_states_half
     assert (it.tiers.share, it.state_tiers.share) == (0.05, 0.025)
 
 
-def test_a_repair_queues_complete_copies_for_the_host_and_ends_the_copies_to_the_device() -> None:
+def test_after_an_interrupt_complete_copies_are_queued_for_the_host_and_copies_to_the_device_end() -> None:
     states = states_of(SHAPES[1], 5)
     states.below = tier = tier_below(states)
     page = torch.tensor([states.allocate("a")])
@@ -71,9 +71,8 @@ def test_a_repair_queues_complete_copies_for_the_host_and_ends_the_copies_to_the
     tier.hold(slots)
     tier.restore(int(page[0]), page.numpy().astype(np.int32), slots)  # the interrupt has come before `arrive`
     states.keep("a", digest(2), 8, passing=False)
-    states.pool.index.publish(page.numpy().astype(np.int32), digest(3))  # the request still writes this page
-    states.mend(["a"], [], np.zeros(6, np.int64))
-    states.check(["a"])
+    states.rebuild([], np.zeros(6, np.int64))
+    states.check([])
     assert not tier.open_loads
     assert [pages.tolist() for pages, _ in tier.waiting] == [states.pool.index.find(digest(2)).tolist()]
 
