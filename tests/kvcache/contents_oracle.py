@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +41,8 @@ from tests.kvcache.build import manager_of
 Chain = NDArray[np.uint64]
 Ints = NDArray[np.int64]
 
-SIDES, HEADS, PAGE, SSM = 2, 2, 4, ("ssm",)
+SIDES, HEADS, SSM = 2, 2, ("ssm",)
+TOKENS = 160  # for how many tokens a replica has pages
 SHAPE = StateShape(
     layers=1,
     heads=1,
@@ -118,6 +121,15 @@ def state_of(words: Chain, end: int) -> float:
     return float(int(words[end - 1]) & int(_LOW)) if end else 0.0
 
 
+class Sizes(NamedTuple):
+    """How large an engine's parts are."""
+
+    page: int  # the tokens of a page
+    replicas: int = 1
+    host: int = 0  # how many pages of host memory there are below the device
+    files: Path | None = None  # the folder of a tier of files below the host
+
+
 class WrongContentError(AssertionError):
     """A request would read KV that is not its own."""
 
@@ -125,20 +137,24 @@ class WrongContentError(AssertionError):
 class Engine:
     """A manager, and a loop over it that knows what each token's KV must be."""
 
-    def __init__(self, name: str, kind: str, random: Random, *, pages: int = 40, host: int = 0) -> None:
-        self.name, self.random = name, random
+    def __init__(self, name: str, kind: str, random: Random, sizes: Sizes) -> None:
+        self.name, self.random, self.page = name, random, sizes.page
+        below: dict[str, object] = {}
+        if sizes.files is not None:
+            below = {"file_tier_dir": sizes.files / name, "file_tier_key": "weights 0", "file_tier_max_gb": 0.01}
         self.manager: PagedKVCacheManager = manager_of(
-            pages,
-            page_size=PAGE,
+            TOKENS // sizes.page,
+            page_size=sizes.page,
             rows=6,
+            dp=sizes.replicas,
             max_seq_len=96,
             layers=2,
             heads=HEADS,
             head_dim=1,
             dtype=torch.float64,
             checks=False,
-            host_slots=host,
-            params=dict(KINDS[kind]),
+            host_slots=sizes.host,
+            params={**KINDS[kind], **below},
         )
         self.running: list[Request] = []
         self.waiting: list[Request] = []  # requests that were preempted
@@ -151,7 +167,12 @@ class Engine:
 
     def run(self, requests: Sequence[Request], inputs: Sequence[RaggedKVCacheInputs]) -> None:
         """Compare all KV that these requests see, then write the KV of their active tokens."""
-        (entry,) = inputs
+        of_replicas = [self.manager.get_replica(request.context) for request in requests]
+        for replica, entry in enumerate(inputs):
+            mine = [one for one, at in zip(requests, of_replicas, strict=True) if at == replica]
+            self._run(mine, replica, entry)
+
+    def _run(self, requests: Sequence[Request], replica: int, entry: RaggedKVCacheInputs) -> None:
         tables = entry.lookup_table[None] if entry.lookup_table.dim() == 2 else entry.lookup_table
         for at, request in enumerate(requests):
             start, active = request.context.start_idx, request.context.active_idx
@@ -162,7 +183,7 @@ class Engine:
                 pages, seen = tables[number, at].tolist(), int(table.group.first_seen(start))
                 self._compare(request, entry.blocks, pages, np.arange(seen, start), table.layers)
                 self._write(entry.blocks, pages, start, kv_of(words[start:], table.layers))
-            for states in self.manager.states:
+            for states in self.manager.states[replica : replica + 1]:
                 page = states.pages_at([request.name], [start])
                 if start and (held := float(states.read(0, page, SSM).flatten()[0])) != state_of(words, start):
                     raise WrongContentError(f"{request.name}: the state after {start} tokens is {held}")
@@ -175,10 +196,10 @@ class Engine:
     ) -> None:
         if not len(places):
             return
-        ids = np.array(pages)[places // PAGE]
+        ids = np.array(pages)[places // self.page]
         if not ids.all():
             raise WrongContentError(f"{request.name}: token {places[ids == 0][0]} has no page")
-        held = blocks[ids, :, : len(layers), places % PAGE, :, 0].numpy()
+        held = blocks[ids, :, : len(layers), places % self.page, :, 0].numpy()
         right = kv_of(request.words(int(places[-1]) + 1)[places], layers)
         wrong = places[(held != right).any(axis=(1, 2, 3))]
         if len(wrong):
@@ -186,11 +207,10 @@ class Engine:
                 f"{request.name}: {len(wrong)} tokens of {places[0]} to {places[-1]} have another KV, first {wrong[0]}"
             )
 
-    @staticmethod
-    def _write(blocks: torch.Tensor, pages: Sequence[int], start: int, values: NDArray[np.float64]) -> None:
+    def _write(self, blocks: torch.Tensor, pages: Sequence[int], start: int, values: NDArray[np.float64]) -> None:
         places = np.arange(start, start + len(values))
-        ids = np.array(pages)[places // PAGE]
-        blocks[ids, :, : values.shape[2], places % PAGE, :, 0] = torch.from_numpy(values)
+        ids = np.array(pages)[places // self.page]
+        blocks[ids, :, : values.shape[2], places % self.page, :, 0] = torch.from_numpy(values)
 
     # ---- the calls of an engine
 
@@ -296,7 +316,7 @@ class Engine:
                 table = self.manager.block_table(one.name)
             except KVCacheError:  # another table promises more than can be kept
                 continue
-            full = table.num_tokens // PAGE
+            full = table.num_tokens // self.page
             if table.num_tokens != one.context.computed_idx or len(table.digests) != 32 * full:
                 raise WrongContentError(
                     f"{one.name}: {len(table.digests) // 32} of {full} full pages are published; its table covers "
@@ -387,7 +407,7 @@ class HandOver:
             return False
         if not self.reader.manager.admission(context).fits:
             return False
-        self.reader.manager.external_claim(context.request_id, 0)
+        self.reader.manager.external_claim(context.request_id, self.reader.manager.get_or_recommend_replica(context))
         try:
             self.pending = self.reader.manager.import_block_table(context, self.table)
         except KVCacheError:
@@ -405,7 +425,8 @@ class HandOver:
             sources, targets = np.array(copy.src_pages), np.array(copy.dst_pages)
             if part.is_state:
                 if len(sources):
-                    ours, theirs = reader.manager.states[0], self.source.manager.states[0]
+                    ours = reader.manager.states[pending.replica_idx]
+                    theirs = self.source.manager.states[pending.src_replica_idx]
                     ours.write(
                         0,
                         torch.from_numpy(targets),
@@ -414,10 +435,13 @@ class HandOver:
                     )
                 continue
             places = np.arange(*copy.tokens)
-            first = copy.tokens[0] // PAGE
-            at = places // PAGE - first
-            theirs, ours = self.source.manager.device_tensors[0][0], reader.manager.device_tensors[0][0]
-            ours[targets[at], :, :, places % PAGE] = theirs[sources[at], :, :, places % PAGE]
+            ours = reader.manager.device_tensors[pending.replica_idx][0]
+            theirs = self.source.manager.device_tensors[pending.src_replica_idx][0]
+            (here, to), (there, of) = (
+                (pages[places // size - copy.tokens[0] // size], places % size)
+                for pages, size in ((targets, reader.page), (sources, self.source.page))
+            )
+            ours[here, :, :, to] = theirs[there, :, :, of]
         reader.manager.commit_import(self.request.context, pending, copier.prove())
         reader.running.append(self.request)
         reader.reached["imports"] += 1
@@ -426,9 +450,14 @@ class HandOver:
 class Pair:
     """Two engines of one kind. The second one imports what the first one exports at any moment."""
 
-    def __init__(self, kind: str, seed: int, *, pages: int = 40, host: int = 0) -> None:
+    def __init__(self, kind: str, seed: int, folder: Path | None = None) -> None:
+        """With `folder`, every fifth pair has a tier of files in it. The seed also decides the sizes."""
         self.random = Random(f"{kind} {seed}")
-        self.engines = [Engine(name, kind, self.random, pages=pages, host=host) for name in ("p", "d")]
+        sizes = Sizes((4, 3, 8, 1)[seed % 4], 1 + (seed % 3 == 1), 20 * (seed % 3 == 0))
+        if folder is not None and seed % 5 == 0:
+            sizes = sizes._replace(host=20, files=folder / kind / str(seed))
+        other = sizes._replace(page=sizes.page if seed % 3 else (3, 4, 2, 8)[seed % 4])
+        self.engines = [Engine("p", kind, self.random, sizes), Engine("d", kind, self.random, other)]
         self.open: list[HandOver] = []
         self.calls = 0
 
