@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from kvcache import (
     Batch,
     BlockTable,
+    ImportProof,
     KVCacheError,
     LayerGroup,
     PagedKVCacheManager,
@@ -33,16 +34,18 @@ from kvcache import (
     PendingImport,
     StatePageError,
     StateShape,
+    StepInFlight,
     TextContext,
 )
 from kvcache.types import RaggedKVCacheInputs
 from tests.kvcache.build import manager_of
+from tests.kvcache.tiers.stored_objects import COUNT, StoredObjects
 
 Chain = NDArray[np.uint64]
 Ints = NDArray[np.int64]
 
 SIDES, HEADS, SSM = 2, 2, ("ssm",)
-TOKENS = 160  # for how many tokens a replica has pages
+TOKENS = 240  # for how many tokens a replica has pages
 SHAPE = StateShape(
     layers=1,
     heads=1,
@@ -122,12 +125,31 @@ def state_of(words: Chain, end: int) -> float:
 
 
 class Sizes(NamedTuple):
-    """How large an engine's parts are."""
+    """How large an engine's parts are, and whether it caches prefixes."""
 
     page: int  # the tokens of a page
     replicas: int = 1
+    caching: bool = True
     host: int = 0  # how many pages of host memory there are below the device
     files: Path | None = None  # the folder of a tier of files below the host
+    objects: StoredObjects | None = None  # the store of a tier of objects below the host
+
+
+class Run(NamedTuple):
+    """The tokens that a request runs in one step. Its context changes before a step in flight has run."""
+
+    request: Request
+    replica: int
+    start: int
+    active: int
+
+
+@dataclass(eq=False)
+class Flight:
+    """A step that was planned while another one runs."""
+
+    runs: list[Run]
+    step: StepInFlight
 
 
 class WrongContentError(AssertionError):
@@ -138,11 +160,26 @@ class Engine:
     """A manager, and a loop over it that knows what each token's KV must be."""
 
     def __init__(self, name: str, kind: str, random: Random, sizes: Sizes) -> None:
-        self.name, self.random, self.page = name, random, sizes.page
-        below: dict[str, object] = {}
-        if sizes.files is not None:
-            below = {"file_tier_dir": sizes.files / name, "file_tier_key": "weights 0", "file_tier_max_gb": 0.01}
-        self.manager: PagedKVCacheManager = manager_of(
+        self.name, self.kind, self.random, self.sizes, self.page = name, kind, random, sizes, sizes.page
+        self.has_lower = sizes.files is not None or sizes.objects is not None
+        self.manager = self._made()
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []  # requests that were preempted
+        self.batches: list[tuple[list[Request], Batch]] = []
+        self.leases: list[tuple[Request, PageLease]] = []
+        self.planned: Flight | None = None  # the next step, which waits for the tokens of the step that runs
+        self.launched: Flight | None = None  # the step that the device runs
+        self.weights, self.made = 0, 0
+        self.reached: Counter[str] = Counter()
+
+    def _made(self) -> PagedKVCacheManager:
+        sizes, below = self.sizes, dict[str, object]()
+        if sizes.objects is not None:
+            below = {"object_tier_io": sizes.objects, "object_tier_pages": COUNT, "object_tier_timeout_s": 60.0}
+            below |= {"file_tier_key": "weights 0"}
+        elif sizes.files is not None:
+            below = {"file_tier_dir": sizes.files / self.name, "file_tier_key": "weights 0", "file_tier_max_gb": 0.01}
+        return manager_of(
             TOKENS // sizes.page,
             page_size=sizes.page,
             rows=6,
@@ -152,30 +189,27 @@ class Engine:
             heads=HEADS,
             head_dim=1,
             dtype=torch.float64,
+            caching=sizes.caching,
             checks=False,
             host_slots=sizes.host,
-            params={**KINDS[kind], **below},
+            params={**KINDS[self.kind], **below},
         )
-        self.running: list[Request] = []
-        self.waiting: list[Request] = []  # requests that were preempted
-        self.batches: list[tuple[list[Request], Batch]] = []
-        self.leases: list[tuple[Request, PageLease]] = []
-        self.weights, self.made = 0, 0
-        self.reached: Counter[str] = Counter()
 
     # ---- the model
 
-    def run(self, requests: Sequence[Request], inputs: Sequence[RaggedKVCacheInputs]) -> None:
-        """Compare all KV that these requests see, then write the KV of their active tokens."""
-        of_replicas = [self.manager.get_replica(request.context) for request in requests]
-        for replica, entry in enumerate(inputs):
-            mine = [one for one, at in zip(requests, of_replicas, strict=True) if at == replica]
-            self._run(mine, replica, entry)
+    def runs_of(self, requests: Sequence[Request]) -> list[Run]:
+        """Returns the active tokens of these requests."""
+        contexts = [(one, one.context) for one in requests]
+        return [Run(one, self.manager.get_replica(it), it.start_idx, it.active_idx) for one, it in contexts]
 
-    def _run(self, requests: Sequence[Request], replica: int, entry: RaggedKVCacheInputs) -> None:
+    def run(self, runs: Sequence[Run], inputs: Sequence[RaggedKVCacheInputs]) -> None:
+        """Compare all KV that these requests see, then write the KV of their active tokens."""
+        for replica, entry in enumerate(inputs):
+            self._run([one for one in runs if one.replica == replica], replica, entry)
+
+    def _run(self, runs: Sequence[Run], replica: int, entry: RaggedKVCacheInputs) -> None:
         tables = entry.lookup_table[None] if entry.lookup_table.dim() == 2 else entry.lookup_table
-        for at, request in enumerate(requests):
-            start, active = request.context.start_idx, request.context.active_idx
+        for at, (request, _, start, active) in enumerate(runs):
             words = request.words(active)
             if int(entry.cache_lengths[at]) != start:
                 raise WrongContentError(f"{request.name}: fetch says {int(entry.cache_lengths[at])} cached of {start}")
@@ -242,49 +276,104 @@ class Engine:
         if context.active_length > 1 and self.random.random() < 0.6:
             context.set_token_indices(active_idx=self.random.randrange(context.start_idx + 1, context.end_idx + 1))
 
+    @property
+    def free(self) -> list[Request]:
+        """The running requests that no step in flight runs."""
+        busy = {run.request for flight in (self.planned, self.launched) if flight is not None for run in flight.runs}
+        return [one for one in self.running if one not in busy]
+
     def chosen(self) -> tuple[list[Request], Sequence[TextContext]]:
-        """Return some running requests, as a list or as a `Batch` that lives for many steps."""
+        """Return some requests that no step runs, as a list or as a `Batch` that lives for many steps."""
         del self.batches[:-3]
-        if self.batches and self.random.random() < 0.6:
+        free = self.free
+        batches = [one for one in self.batches if all(request in free for request in one[0])]
+        if batches and self.random.random() < 0.6:
             self.reached["steps of a batch"] += 1
-            return self.random.choice(self.batches)
-        some = self.random.sample(self.running, self.random.randrange(1, len(self.running) + 1))
+            return self.random.choice(batches)
+        some = self.random.sample(free, self.random.randrange(1, len(free) + 1))
         contexts = [one.context for one in some]
-        if self.random.random() < 0.4:
+        if self.random.random() < 0.5:
             batch = self.manager.batch(contexts)
             self.batches.append((some, batch))
             return some, batch
         return some, contexts
 
     def step(self, *, finish: bool = True) -> None:
-        """Run one step of some requests."""
-        if not self.running:
+        """Run one step of some requests, or some steps of a `Batch` in a row."""
+        if not self.free:
             return
         requests, contexts = self.chosen()
+        while self._step(requests, contexts, finish=finish) and isinstance(contexts, Batch):
+            if self.random.random() < 0.4:
+                return
+
+    def _step(self, requests: Sequence[Request], contexts: Sequence[TextContext], *, finish: bool) -> bool:
+        """Run one step. Returns whether these requests can run another."""
         for one in [one for one in requests if one.context.end_idx >= 88]:
             self.leave(one)
-            return
+            return False
         for one in requests:
             self.chunk(one)
         if not self.manager.reserve_batch(contexts).all():
             self.leave(self.random.choice(requests), again=True)
-            return
+            return False
         if any(self._keeps_state(one) for one in requests):
-            return
-        ahead = not self.manager.states and self.random.random() < 0.3
-        flight = self.manager.fetch_ahead(contexts) if ahead else None
-        self.run(requests, self.manager.fetch(contexts) if flight is None else flight.inputs)
-        if flight is not None and self.random.random() < 0.5:
-            self.fork()
+            return False
+        self.run(self.runs_of(requests), self.manager.fetch(contexts))
         self._sample(contexts)
         if self.random.random() < 0.2:  # a fork, a table or a preemption before the step is published
             self.random.choice((self.fork, self.preempt))()
-        if finish and all(one in self.running for one in requests):
+        self.reached["steps"] += 1
+        if not all(one in self.running for one in requests):
+            return False
+        if finish:
             self.manager.step(contexts)
             self._all_named(requests)
-        if flight is not None:
-            self.manager.end_step(flight)
-        self.reached["steps"] += 1
+        return True
+
+    def overlap(self, *, plan: bool = True) -> None:
+        """Go on with the steps in flight: plan one, or wait for the one that runs and launch the next."""
+        if self.manager.states:  # they are refused, because a step would overwrite the state before it
+            return
+        if plan and self.planned is None and (self.launched is None or self.random.random() < 0.8):
+            self._plan_ahead()
+            if self.random.random() < 0.4:  # a caller may want samples of a request, whatever its steps still do
+                self.fork([run.request for flight in (self.launched, self.planned) if flight for run in flight.runs])
+            return
+        ran, self.launched = self.launched, None
+        if ran is not None:
+            self.run(ran.runs, ran.step.inputs)
+            for one in ran.runs:
+                one.request.context.realize_future_token(self.random.randrange(4))
+        if self.planned is not None:
+            self.launched, self.planned = self.planned, None
+            for one in self.launched.runs:
+                one.request.context.update_with_future_token()
+        if ran is not None:
+            self.reached["steps in flight"] += 1
+            live = [one.request for one in ran.runs if one.request in self.running]
+            if live and self.random.random() < 0.8:  # a loop may also leave it to a later step to publish the pages
+                self.manager.step([one.context for one in live])
+                self._all_named(live)
+            self.manager.end_step(ran.step)
+
+    def _plan_ahead(self) -> None:
+        """Plan a step of some requests. Those of the step that runs have a token that is not known yet."""
+        able = [one for one in self.running if one.context.end_idx < 88 and one.context.active_length]
+        if not able:
+            return
+        some = self.random.sample(able, self.random.randrange(1, len(able) + 1))
+        for one in some:
+            self.chunk(one)
+        contexts = [one.context for one in some]
+        if not self.manager.reserve_batch(contexts).all():
+            return
+        self.planned = Flight(self.runs_of(some), self.manager.fetch_ahead(contexts))
+
+    def wait(self) -> None:
+        """End all steps in flight."""
+        while self.planned is not None or self.launched is not None:
+            self.overlap(plan=False)
 
     def _sample(self, contexts: Sequence[TextContext]) -> None:
         """Give each request its next token."""
@@ -310,24 +399,25 @@ class Engine:
     def _all_named(self, requests: Sequence[Request]) -> None:
         """Compare the number of digests with the full pages. A reader could not find or check the others."""
         for one in requests:
-            if one.lease is not None:  # a table of a leased request promises its state
+            if one.lease is not None and self.manager.states:  # such a table promises the state
                 continue
             try:
                 table = self.manager.block_table(one.name)
             except KVCacheError:  # another table promises more than can be kept
                 continue
             full = table.num_tokens // self.page
-            if table.num_tokens != one.context.computed_idx or len(table.digests) != 32 * full:
+            named = len(table.digests) // 32 if self.sizes.caching else full
+            if table.num_tokens != one.context.computed_idx or named != full:
                 raise WrongContentError(
-                    f"{one.name}: {len(table.digests) // 32} of {full} full pages are published; its table covers "
+                    f"{one.name}: {named} of {full} full pages are published; its table covers "
                     f"{table.num_tokens} of {one.context.computed_idx} tokens"
                 )
 
-    def fork(self) -> None:
-        """Fork a running request, whatever is in flight."""
+    def fork(self, parents: Sequence[Request] = ()) -> None:
+        """Fork a running request, of `parents` if some of these run, whatever is in flight."""
         if not self.running:
             return
-        parent = self.random.choice(self.running)
+        parent = self.random.choice([one for one in parents if one in self.running] or self.running)
         self.made += 1
         child = Request(parent.context.fork(f"{self.name}-{self.made}"), parent.weights, [])
         try:
@@ -351,8 +441,9 @@ class Engine:
             self.reached["preemptions"] += 1
 
     def preempt(self) -> None:
-        if self.running:
-            self.leave(self.random.choice(self.running), again=True)
+        """Preempt a request that no step runs."""
+        if self.free:
+            self.leave(self.random.choice(self.free), again=True)
 
     def end(self) -> None:
         if self.running:
@@ -364,7 +455,31 @@ class Engine:
             if self.claim(self.waiting[0]):
                 self.waiting.pop(0)
         elif len(self.running) < 6:
-            self.claim(self.new_request())
+            request = self.new_request()
+            if self.has_lower and len(self.waiting) < 3 and self.random.random() < 0.5:
+                self.reached["prefetches"] += self.manager.prefetch(request.context)
+                self.waiting.append(request)
+            else:
+                self.claim(request)
+
+    def restart(self) -> None:
+        """Start anew over the files and objects. These hold the pages of before."""
+        self.end_all()
+        self.manager.flush_tiers()
+        self.manager.close()
+        self.manager = self._made()
+        self.reached["restarts"] += 1
+
+    def end_all(self) -> None:
+        """End all steps in flight, leases and requests, and recount the manager, which then holds no page."""
+        self.wait()
+        while self.leases:
+            self.end_lease()
+        while self.running:
+            self.end()
+        self.manager.check()
+        if self.manager.num_held_blocks:
+            raise WrongContentError(f"{self.name}: {self.manager.num_held_blocks} pages are held at the end")
 
     def reset(self) -> None:
         """Load other weights. Running requests go on with their own pages, as an engine that finishes them does."""
@@ -398,6 +513,7 @@ class HandOver:
         reader.made += 1
         self.request.chain = list(request.chain)
         self.pending: PendingImport | None = None
+        self.is_leased = request.lease is not None
 
     def begin(self) -> bool:
         """Reserve pages. Returns False if the reader refuses the table or is full."""
@@ -420,6 +536,13 @@ class HandOver:
         """Copy the bytes as they lie at the source now, and commit."""
         pending, reader = self.pending, self.reader
         assert pending is not None
+        reader.manager.commit_import(self.request.context, pending, self.copied(pending))
+        reader.running.append(self.request)
+        reader.reached["imports"] += 1
+
+    def copied(self, pending: PendingImport) -> ImportProof:
+        """Copy all pages of the import as they lie at the source now."""
+        reader = self.reader
         copier = reader.manager.copier(pending)
         for part, copy in zip(pending.parts, copier.take(), strict=True):
             sources, targets = np.array(copy.src_pages), np.array(copy.dst_pages)
@@ -442,22 +565,27 @@ class HandOver:
                 for pages, size in ((targets, reader.page), (sources, self.source.page))
             )
             ours[here, :, :, to] = theirs[there, :, :, of]
-        reader.manager.commit_import(self.request.context, pending, copier.prove())
-        reader.running.append(self.request)
-        reader.reached["imports"] += 1
+        return copier.prove()
 
 
 class Pair:
     """Two engines of one kind. The second one imports what the first one exports at any moment."""
 
     def __init__(self, kind: str, seed: int, folder: Path | None = None) -> None:
-        """With `folder`, every fifth pair has a tier of files in it. The seed also decides the sizes."""
+        """With `folder`, every fifth pair has a tier of files in it, and another fifth has a store of objects, which
+        both engines share. The seed also decides the sizes.
+        """
         self.random = Random(f"{kind} {seed}")
-        sizes = Sizes((4, 3, 8, 1)[seed % 4], 1 + (seed % 3 == 1), 20 * (seed % 3 == 0))
-        if folder is not None and seed % 5 == 0:
+        page, replicas, caching = (4, 3, 8, 1)[seed % 4], 1 + (seed % 3 == 1), seed % 6 != 2
+        sizes = Sizes(page, replicas=replicas, caching=caching, host=20 * (caching and seed % 3 == 0))
+        self.store = StoredObjects() if folder is not None and caching and seed % 5 == 1 else None
+        if self.store is not None:
+            sizes = sizes._replace(host=20, objects=self.store)
+        elif folder is not None and caching and seed % 5 == 0:
             sizes = sizes._replace(host=20, files=folder / kind / str(seed))
         other = sizes._replace(page=sizes.page if seed % 3 else (3, 4, 2, 8)[seed % 4])
         self.engines = [Engine("p", kind, self.random, sizes), Engine("d", kind, self.random, other)]
+        self.overlapped = seed % 2 == 1 and "states" not in KINDS[kind]  # whether most steps are planned ahead
         self.open: list[HandOver] = []
         self.calls = 0
 
@@ -467,22 +595,27 @@ class Pair:
         if not source.running or len(reader.running) + len(self.open) >= 5:
             return
         request = self.random.choice(source.running)
-        if request.context.computed_idx == 0 or (request.lease is None and not self.random.randrange(2)):
-            return
+        if request.context.computed_idx == 0 or request.weights != reader.weights:
+            return  # a transfer refuses other weights; this engine's caller does so here
         try:
-            table = source.manager.block_table(request.name, full_pages=self.random.random() < 0.5)
+            one = self.exported(request)
         except KVCacheError:
             source.reached["exports refused"] += 1
             return
-        if request.weights != reader.weights:
-            return  # a transfer refuses other weights; this engine's caller does so here
-        one = HandOver(source, reader, request, table)
-        if not one.begin():
+        if one is None or not one.begin():
             return
-        if request.lease is None or self.random.random() < 0.5:
+        if not one.is_leased or self.random.random() < 0.5:
             one.finish()
         else:  # the lease promises that the table's pages stay as they are
             self.open.append(one)
+
+    def exported(self, request: Request) -> HandOver | None:
+        """Export a table of the request. Returns None if this request is not to be handed over now."""
+        source, reader = self.engines
+        if request.lease is None and not self.random.randrange(2):
+            return None
+        table = source.manager.block_table(request.name, full_pages=self.random.random() < 0.5)
+        return HandOver(source, reader, request, table)
 
     def end_hand_over(self) -> None:
         if self.open:
@@ -499,17 +632,20 @@ class Pair:
         engine = self.random.choice(self.engines)
         leases = {id(one.of) for one in self.open}
         moves = [
-            (8, engine.step),
+            (3 if self.overlapped else 8, engine.step),
             (1, lambda: engine.step(finish=False)),
+            (14 if self.overlapped else 3, engine.overlap),
             (5, engine.admit),
-            (2, engine.end),
+            (1, engine.end),
             (1, engine.preempt),
             (1, engine.fork),
             (1, engine.lease),
-            (2, self.hand_over),
+            (4, self.hand_over),
             (2, self.end_hand_over),
             (RESETS, self.reset),
         ]
+        if engine.has_lower and not self.open:
+            moves.append((0.5, engine.restart))
         if not leases:
             moves.append((1, engine.end_lease))
         weights, calls = zip(*moves, strict=True)
@@ -522,12 +658,8 @@ class Pair:
         while self.open:
             self.end_hand_over()
         for engine in self.engines:
-            while engine.leases:
-                engine.end_lease()
-            while engine.running:
-                engine.end()
-            engine.manager.check()
-            if engine.manager.num_held_blocks:
-                raise WrongContentError(f"{engine.name}: {engine.manager.num_held_blocks} pages are held at the end")
+            engine.end_all()
             engine.manager.close()
-        return sum((engine.reached for engine in self.engines), Counter[str]())
+        reached = sum((engine.reached for engine in self.engines), Counter[str]())
+        reached["bytes of objects"] = 0 if self.store is None else self.store.read_bytes
+        return reached
