@@ -9,6 +9,8 @@ The moves are the calls of a real engine, drawn at random. The oracle knows only
 without reading the random model (`random_model`), so that the two do not share a blind spot.
 """
 
+# torch has no types for numpy arrays and for `tolist`.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
 from collections import Counter
@@ -43,6 +45,7 @@ from tests.kvcache.tiers.stored_objects import COUNT, StoredObjects
 
 Chain = NDArray[np.uint64]
 Ints = NDArray[np.int64]
+Contexts = Sequence[TextContext] | Batch
 
 SIDES, HEADS, SSM = 2, 2, ("ssm",)
 TOKENS = 240  # for how many tokens a replica has pages
@@ -282,7 +285,7 @@ class Engine:
         busy = {run.request for flight in (self.planned, self.launched) if flight is not None for run in flight.runs}
         return [one for one in self.running if one not in busy]
 
-    def chosen(self) -> tuple[list[Request], Sequence[TextContext]]:
+    def chosen(self) -> tuple[list[Request], Contexts]:
         """Return some requests that no step runs, as a list or as a `Batch` that lives for many steps."""
         del self.batches[:-3]
         free = self.free
@@ -307,7 +310,7 @@ class Engine:
             if self.random.random() < 0.4:
                 return
 
-    def _step(self, requests: Sequence[Request], contexts: Sequence[TextContext], *, finish: bool) -> bool:
+    def _step(self, requests: Sequence[Request], contexts: Contexts, *, finish: bool) -> bool:
         """Run one step. Returns whether these requests can run another."""
         for one in [one for one in requests if one.context.end_idx >= 88]:
             self.leave(one)
@@ -375,7 +378,7 @@ class Engine:
         while self.planned is not None or self.launched is not None:
             self.overlap(plan=False)
 
-    def _sample(self, contexts: Sequence[TextContext]) -> None:
+    def _sample(self, contexts: Contexts) -> None:
         """Give each request its next token."""
         tokens = np.array([self.random.randrange(4) for _ in contexts], np.int32)
         if isinstance(contexts, Batch):
