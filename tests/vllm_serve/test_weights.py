@@ -14,10 +14,14 @@ import torch
 
 from tests.vllm_serve.client import PROMPTS, Answer, ask
 from tests.vllm_serve.proxy import FOR_A_READER
-from tests.vllm_serve.server import Pair, Settings
+from tests.vllm_serve.server import Pair, Server, Settings
 
 TRIED = [prompt for prompt in PROMPTS if len(prompt) > 60][:6]
 WEIGHTS = "model.safetensors"
+_UPDATES = (
+    *("--weight-transfer-config", json.dumps({"backend": "file"})),
+    *("--worker-extension-cls", "tests.vllm_serve.file_weights.Worker"),
+)
 
 
 def make_adapter(folder: Path, seed: int) -> Path:
@@ -55,7 +59,7 @@ def pair(servers: Any, target: Path, folder: Path) -> Pair:
 
 def _adapters(**adapters: Path) -> tuple[str, ...]:
     named = [f"{name}={path}" for name, path in adapters.items()]
-    return ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *named)
+    return (*_UPDATES, "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *named)
 
 
 def handed_over(pair: Pair, prompt: list[int], **more: Any) -> Answer:
@@ -100,6 +104,28 @@ def test_weights_that_were_reloaded_at_one_side_are_refused_until_the_other_side
     pair.forget()
     assert_refused(pair, "holds pages of another model: weights: 'checkpoint ")
     pair.decode.post("/collective_rpc", method="reload_weights")
+    pair.forget()
+    after = alone(pair)
+    assert all(one != other for one, other in zip(before, after, strict=True))
+    assert [handed_over(pair, prompt).tokens for prompt in TRIED] == after
+    pair.forget()
+
+
+def update(server: Server, file: Path) -> None:
+    """Updates a server's weights as a trainer does."""
+    server.post("/start_weight_update")
+    server.post("/update_weights", update_info={"path": str(file)})
+    server.post("/finish_weight_update")
+
+
+def test_weights_that_a_trainer_updates_at_one_side_are_refused_until_the_other_side_has_them(
+    pair: Pair, model: Callable[..., Path]
+) -> None:
+    before, file = alone(pair), model("llama", 2) / WEIGHTS
+    update(pair.prefill, file)
+    pair.forget()
+    assert_refused(pair, "then 1 updates from memory")
+    update(pair.decode, file)
     pair.forget()
     after = alone(pair)
     assert all(one != other for one, other in zip(before, after, strict=True))
