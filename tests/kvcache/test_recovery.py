@@ -383,6 +383,7 @@ def test_a_recovery_that_is_interrupted_anywhere_and_made_again_loses_nothing(wo
         interrupted(manager.recover, at, KeyboardInterrupt)
         report = manager.recover()
         check(scene, "next", before, content, report)
+        assert at == at_each[-1] or {*report.released} == before, "the repeated call names all requests"
         end(scene, report)
     manager.close()
     source.close()
