@@ -6,10 +6,7 @@ pool takes the slab whose idle pages were used least recently, and evicts these 
 pool moves the held pages of one slab elsewhere. When a slab is given back, its pages are fresh again. So no memory is
 reserved for pages or slabs. The only loss is the part of a slab that its state does not fill.
 
-Cached slabs (`SlabStates`) and idle pages are evicted in the order of their last use. Without hints, a slab is evicted
-if it was last used before the page that was evicted last. With hints, each slab and each page has a sum: its last use
-plus the lead of its hint, which is multiplied by the share of idle pages that follow hints. A slab is then evicted
-before the next page if the slab's sum is smaller. Slabs and pages above a tenant's quota are evicted before all others.
+Cached slabs (`SlabStates`) and idle pages are evicted in one order, which `SlabUses` knows.
 """
 
 import numpy as np
@@ -18,8 +15,7 @@ from numpy.typing import NDArray
 from kvcache.errors import InvariantError
 from kvcache.eviction_order import BY_QUOTA, BY_TURN, EvictionOrder, Indices, Pages
 from kvcache.pool.pages import PagePool
-
-_HELD = 1 << 62
+from kvcache.pool.slab_uses import HELD, SlabUses
 
 
 def num_slabs(num_pages: int, slab_pages: int) -> int:
@@ -34,6 +30,7 @@ class SlabPool(PagePool):
     holder. The owner of the pool sets `moves`.
 
     Attributes:
+        uses: when each page and each cached slab was last used.
         cached: the states in taken slabs. The states without a holder are cached, and can be evicted.
     """
 
@@ -43,17 +40,7 @@ class SlabPool(PagePool):
         self.num_slabs = num_slabs(num_pages, slab_pages)
         self.taken = np.zeros(self.num_slabs + 1, np.bool_)
         self.moved = 0  # the number of pages that were moved so far to make room for slabs
-        self.clock = 1  # one more than the number of pages released so far
-        # For each idle page, the value of `clock` at its last use; 0 for a fresh page.
-        self._used = np.zeros(num_pages + 1, np.int64)
-        # For each page, the sum of its last use (`_used`) and of the lead that its hint had at its release. While the
-        # order has no leads, this is the same array as `_used`.
-        self._turn = self._used
-        self._last_evicted = 0  # the last use of the page that was evicted last
-        # For each slab, a lower bound for the last use of its most recently used page. Holding a page does not update
-        # this bound, so `_oldest_slab` checks the slab that it finds. `_ages_back` is a reversed view.
-        self._ages = np.zeros(num_pages // slab_pages + 1, np.int64)
-        self._ages_back = self._ages[self.num_slabs : 0 : -1]
+        self.uses = SlabUses(self, slab_pages, self.num_slabs)
         # The fresh pages are a section of this stack. The section moves up when slabs are taken from its lower end, and
         # down when they are given back. `_bottom`, the start of the section, is never above the number of pages in all
         # taken slabs.
@@ -71,22 +58,21 @@ class SlabPool(PagePool):
 
     def follow(self, order: EvictionOrder) -> None:
         super().follow(order)
-        if not order.by_age:
-            self._turn = self._turn.copy()
+        self.uses.follow(order)
 
     def allocate(self, count: int) -> Pages:
         if count == 1:
             return np.array([self.allocate_one()], np.int32)
         self._make_room(count)
         pages = super().allocate(count)
-        self._last_evicted = max(self._last_evicted, int(self._used[pages].max(initial=0)))
+        self.uses.last_evicted = max(self.uses.last_evicted, int(self.uses.used[pages].max(initial=0)))
         return pages
 
     def allocate_one(self) -> int:
         if not self._fresh_count:
             self._make_room(1)
         page = super().allocate_one()
-        self._last_evicted = max(self._last_evicted, self._used.item(page))
+        self.uses.last_evicted = max(self.uses.last_evicted, self.uses.used.item(page))
         return page
 
     # ---- slabs
@@ -96,12 +82,12 @@ class SlabPool(PagePool):
 
         If every slab has held pages, `moving` allows the held pages of one slab to be moved elsewhere.
         """
-        chosen, age = self._oldest_slab()
+        chosen, age = self.uses.oldest_slab()
         if age and self._evict_due():
-            chosen, age = self._oldest_slab()
+            chosen, age = self.uses.oldest_slab()
         if age and self.cached.num_idle and self.cached.oldest_use <= age:
             return 0
-        if age == _HELD:
+        if age == HELD:
             chosen = self._cheapest_to_move() if moving else 0
         if chosen:
             self._clear(chosen)
@@ -109,22 +95,12 @@ class SlabPool(PagePool):
 
     def can_take_slab(self) -> bool:
         """Whether `take_slab` would return a slab, either now or after all cached slabs are evicted."""
-        return self.cached.num_idle > 0 or self._oldest_slab()[1] < _HELD or self._cheapest_to_move() > 0
+        return self.cached.num_idle > 0 or self.uses.oldest_slab()[1] < HELD or self._cheapest_to_move() > 0
 
     @property
     def has_fresh_slab(self) -> bool:
         """Whether `take_slab` would find a slab of fresh pages, so that nothing has to be evicted or moved."""
-        return not self._oldest_slab()[1]
-
-    def use_of(self, order: EvictionOrder, used: Indices) -> int:
-        """Returns when the page or slab that `order` evicts next was last used, plus the lead of its hint.
-
-        Times are values of `clock`. `used` has the last use of each page or slab. The result is negative if the page or
-        slab is above its tenant's quota. An expired hint has no lead.
-        """
-        if due := order.due():
-            return int(used[due]) - _HELD
-        return int(used[order.first()]) + int(order.first_lead() * self.num_pages)
+        return not self.uses.oldest_slab()[1]
 
     @property
     def width(self) -> float:
@@ -140,7 +116,7 @@ class SlabPool(PagePool):
         if self._bottom < self.slab_pages:
             self._push_fresh(pages[::-1])
             return
-        self._ages[slab] = self._used[pages] = self._turn[pages] = 0
+        self.uses.clear(pages)
         # These pages are put at the bottom of the stack, so that they are the last to be allocated as single pages.
         self._lie_from(self._bottom - self.slab_pages, self._fresh_count + self.slab_pages)
         self._fresh[: self.slab_pages] = pages[::-1]
@@ -155,19 +131,20 @@ class SlabPool(PagePool):
             raise InvariantError(
                 f"page {page} is in slab {page // self.slab_pages}, which a state has taken, but the page is also held"
             )
-        for page in self.idle.pages()[self._used[self.idle.pages()] == 0][:1]:
+        used = self.uses.used
+        for page in self.idle.pages()[used[self.idle.pages()] == 0][:1]:
             raise InvariantError(f"page {page} is idle, but the time of its release is not recorded")
         fresh = self._fresh[: self._fresh_count]
-        for page in fresh[self._used[fresh] != 0][:1]:
-            raise InvariantError(f"page {page} is fresh, but was used at {self._used[page]}")
+        for page in fresh[used[fresh] != 0][:1]:
+            raise InvariantError(f"page {page} is fresh, but was used at {used[page]}")
         for page in fresh[self._place[fresh] != self._bottom + np.arange(len(fresh))][:1]:
             raise InvariantError(
                 f"page {page} is fresh, but the stack has another page at the index {self._place[page]}"
             )
         for slab in range(1, self.num_slabs + 1):
-            if self._ages[slab] > self._age_of(slab):
+            if self.uses.ages[slab] > (age := self.uses.age_of(slab)):
                 raise InvariantError(
-                    f"slab {slab} was last used at {self._age_of(slab)}, before its recorded bound {self._ages[slab]}"
+                    f"slab {slab} was last used at {age}, before its recorded bound {self.uses.ages[slab]}"
                 )
 
     def rebuild(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
@@ -177,23 +154,17 @@ class SlabPool(PagePool):
         """
         holders[np.flatnonzero(np.repeat(self.taken, self.slab_pages))] += 1
         self._lie_from(0, 0)
-        self._ages[:] = 0
-        unknown = self.index.published & (self._used == 0)
-        self._used[unknown] = self._turn[unknown] = self.clock
+        self.uses.begin_with(self.index.published)
         super().rebuild(holders, writers)
 
     # ---- inside
 
     def _free(self, pages: NDArray[np.intp]) -> None:
-        self.clock += max(1, len(pages))
-        self._used[pages] = self._ages[pages // self.slab_pages] = self.clock
-        if not self.idle.by_age:
-            leads = (self.idle.leads(pages) * self.num_pages).astype(np.int64)
-            self._turn[pages] = self._ages[pages // self.slab_pages] = np.maximum(self.clock + leads, 1)
+        self.uses.release(pages)
         super()._free(pages)
 
     def _push_fresh(self, pages: Pages | Indices) -> None:
-        self._used[pages] = self._turn[pages] = self._ages[pages // self.slab_pages] = 0
+        self.uses.clear(pages)
         top = self._bottom + self._fresh_count
         self._place[pages] = np.arange(top, top + len(pages))
         super()._push_fresh(pages)
@@ -224,28 +195,9 @@ class SlabPool(PagePool):
         """
         cached = self.cached
         while count > self._fresh_count and cached.num_idle:
-            if count <= self._fresh_count + self.idle.count:
-                # Without hints, the last use of the page evicted last is close enough to that of the next page.
-                next_use = self._last_evicted if self.idle.by_age else self.use_of(self.idle, self._used)
-                if cached.oldest_use > next_use:
-                    return
+            if count <= self._fresh_count + self.idle.count and cached.oldest_use > self.uses.next_page():
+                return
             cached.give_up_oldest()
-
-    def _oldest_slab(self) -> tuple[int, int]:
-        """Returns the least recently used slab, and its last use. The use is `_HELD` if every slab has a held page."""
-        while True:
-            slab = self.num_slabs - int(self._ages_back.argmin())
-            age = self._age_of(slab)
-            if age == self._ages[slab]:
-                return slab, age
-            self._ages[slab] = age
-
-    def _age_of(self, slab: int) -> int:
-        """Returns when a page of the slab was last used. Returns `_HELD` if a page of the slab is held."""
-        pages = slice(slab * self.slab_pages, (slab + 1) * self.slab_pages)
-        if np.count_nonzero(self.holders[pages]) or np.count_nonzero(self.writers[pages]):
-            return _HELD
-        return int(self._turn[pages].max())
 
     def _cheapest_to_move(self) -> int:
         """Returns the slab with the fewest held pages, if all its held pages can be moved to free pages elsewhere.
@@ -323,8 +275,6 @@ class SlabStates(PagePool):
         super().__init__(slabs.num_slabs, slabs.index.digest_words)
         self._slabs = slabs
         self._fresh_count, self.holders[1:] = 0, 1
-        # For each state, the time of its last use, by the clock of `slabs`.
-        self._used = np.zeros(slabs.num_slabs + 1, np.int64)
 
     @property
     def num_idle(self) -> int:
@@ -333,8 +283,9 @@ class SlabStates(PagePool):
 
     @property
     def oldest_use(self) -> int:
-        """The last use of the cached state that is evicted next, as `SlabPool.use_of` defines it."""
-        return self._slabs.use_of(self.idle, self._used)
+        """The last use of the cached state that is evicted next, as `SlabUses.next_of` defines it."""
+        uses = self._slabs.uses
+        return uses.next_of(self.idle, uses.of_slabs)
 
     def give_up_oldest(self) -> None:
         """Evict the cached state that `oldest_use` describes, and give its slab back to the pool."""
@@ -374,8 +325,9 @@ class SlabStates(PagePool):
 
     def rebuild(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
         """Build the pool anew after an interrupt. A slab is taken if it has a holder or a writer, or is published."""
-        self._slabs.taken[1:] = ((holders > 0) | (writers > 0) | self.index.published)[1:]
-        self._used[self.index.published & (self._used == 0)] = self._slabs.clock
+        published, uses = self.index.published, self._slabs.uses
+        self._slabs.taken[1:] = ((holders > 0) | (writers > 0) | published)[1:]
+        uses.release_slabs(np.flatnonzero(published & (uses.of_slabs == 0)))
         self._hold_others(holders)
         super().rebuild(holders, writers)
 
@@ -383,7 +335,7 @@ class SlabStates(PagePool):
         holders[1:] += ~self._slabs.taken[1:]
 
     def _free(self, pages: NDArray[np.intp]) -> None:
-        self._used[pages] = self._slabs.clock
+        self._slabs.uses.release_slabs(pages)
         super()._free(pages)
 
     def _push_fresh(self, pages: Pages | NDArray[np.intp]) -> None:

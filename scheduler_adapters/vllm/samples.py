@@ -39,8 +39,8 @@ def is_later_prompt(request_id: str) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class _Lease:
-    """The lease of a prompt.
+class _Samples:
+    """The samples of a prompt.
 
     Attributes:
         holder: the sample whose pages are leased; empty if there is no lease.
@@ -55,11 +55,11 @@ class SharedLeases:
     """At prefill: which sample of each prompt has the lease. A prompt with a single sample has its own."""
 
     def __init__(self) -> None:
-        self._by_parent: dict[str, _Lease] = {}
+        self._by_parent: dict[str, _Samples] = {}
 
     def join(self, request_id: str) -> None:
         """Records a sample whose pages are to be offered."""
-        self._by_parent.setdefault(parent_of(request_id), _Lease()).running.add(request_id)
+        self._by_parent.setdefault(parent_of(request_id), _Samples()).running.add(request_id)
 
     def __contains__(self, request_id: str) -> bool:
         lease = self._by_parent.get(parent_of(request_id))

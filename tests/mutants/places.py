@@ -36,6 +36,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "policies/quotas": "eviction_order policies/hints states/kept_states_hints",
         "pool/index": "pool/pages",
         "pool/lru_order": "eviction_order",
+        "pool/slab_uses": "pool/slabs pool/slabs_books",
         "recovery": "recovery steps_in_flight interrupts",
         "replica/replica": "manager admission million_moves replica/batch policies/hints replica/pages_below "
         "states/cancelled_imports states/lent_states states/grouped_states_below replica/contents tiers/host_tier "

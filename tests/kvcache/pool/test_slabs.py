@@ -47,7 +47,7 @@ class Kept:
     def keep(self) -> int:
         slab = self.pool.take_slab(moving=False)
         if slab:
-            self.slabs.append((slab, self.pool.clock))
+            self.slabs.append((slab, self.pool.uses.clock))
         return slab
 
 
@@ -167,7 +167,7 @@ def test_a_page_or_a_kept_slab_is_evicted_whichever_was_used_first() -> None:
     pool.release(pages[3:])
     assert pool.take_slab() == 0, "the pages were used later than the kept slab"
     assert (kept.keep(), first) == (0, 3)
-    kept.slabs = [(3, pool.clock + 1)]
+    kept.slabs = [(3, pool.uses.clock + 1)]
     assert pool.take_slab() in (1, 2)
     recount(pool, pages[:3])
 
@@ -311,14 +311,14 @@ def hinted(code: int, share: float = 0.5) -> tuple[SlabPool, Kept, HintedOrder]:
 def test_a_hint_moves_the_use_of_a_page_by_its_level_and_the_trusted_share(code: int, share: float) -> None:
     pool, _, order = hinted(code, share)
     lead = round((code - 2) * 2 * share * 15)
-    assert pool.use_of(order, pool._used) == pool.clock + lead
-    assert pool.use_of(order._recent, pool._used) == pool.clock
-    assert pool._age_of(1) == max(1, pool.clock + lead)
+    assert pool.uses.next_of(order, pool.uses.used) == pool.uses.clock + lead
+    assert pool.uses.next_of(order._recent, pool.uses.used) == pool.uses.clock
+    assert pool.uses.age_of(1) == max(1, pool.uses.clock + lead)
     recount(pool)
     pool.idle.remove(np.array([1], np.int32))
     pool.index.withdraw(np.array([1], np.int32))
     pool._push_fresh(np.array([1], np.int32))
-    assert (pool._used[1], pool._turn[1]) == (0, 0)
+    assert (pool.uses.used[1], pool.uses.turn[1]) == (0, 0)
 
 
 def test_pages_of_a_returned_slab_are_fresh_whatever_hints_they_had() -> None:
@@ -339,19 +339,19 @@ def test_pages_of_a_returned_slab_are_fresh_whatever_hints_they_had() -> None:
 
 def test_an_expired_hint_makes_a_page_no_younger() -> None:
     pool, _, order = hinted(4 + 5)  # The hint lasts for at most four seconds.
-    assert pool.use_of(order, pool._used) > pool.clock
+    assert pool.uses.next_of(order, pool.uses.used) > pool.uses.clock
     order._expires[:] = 99.0
-    assert pool.use_of(order, pool._used) == pool.clock
+    assert pool.uses.next_of(order, pool.uses.used) == pool.uses.clock
 
 
 def test_with_hints_a_kept_slab_is_compared_with_the_next_eviction_and_not_with_the_last() -> None:
     pool, kept, _ = hinted(4)
-    kept.slabs = [(3, pool.clock + 1)]
+    kept.slabs = [(3, pool.uses.clock + 1)]
     pool.allocate(1)
     assert kept.num_idle == 0, "the kept slab was used later than the pages, but their hint says that they stay"
     pool, kept, _ = hinted(0)
     kept.slabs = [(3, 2)]
-    pool._last_evicted = pool.clock
+    pool.uses.last_evicted = pool.uses.clock
     pool.allocate(1)
     assert kept.num_idle == 1
 
@@ -388,11 +388,11 @@ def test_check_names_a_page_that_a_slab_and_others_hold() -> None:
     pages = pool.allocate(2)
     publish(pool, pages)
     pool.release(pages)
-    pool._used[1] = 0
+    pool.uses.used[1] = 0
     with pytest.raises(InvariantError, match="page 1 is idle, but the time of its release is not recorded"):
         recount(pool)
-    pool._used[1] = 1
-    pool._used[9] = 1
+    pool.uses.used[1] = 1
+    pool.uses.used[9] = 1
     with pytest.raises(InvariantError, match="page 9 is fresh, but was used at 1"):
         recount(pool)
 

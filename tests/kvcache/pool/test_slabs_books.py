@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import numpy as np
 import pytest
 
@@ -90,7 +92,7 @@ def test_a_cached_slab_is_evicted_once_a_page_with_as_late_a_use_was_evicted(cou
     pages = pool.allocate(15)
     publish(pool, pages)
     pool.release(pages[9:])
-    cached = Cached(pool, pool.clock + 1)
+    cached = Cached(pool, pool.uses.clock + 1)
     assert cached.slab == 3
     pool.release(pages[:9])
     # Evicts pages 10 and 11, the only idle pages that were last used before the slab. The remaining idle pages were
@@ -106,7 +108,7 @@ def test_a_cached_slab_is_evicted_once_a_page_with_as_late_a_use_was_evicted(cou
 def test_no_cached_slab_is_evicted_if_fresh_pages_are_just_enough() -> None:
     pool = SlabPool(15, 1, 4)
     cached = Cached(pool, 1)
-    pool._last_evicted = 5  # pyright: ignore[reportPrivateUsage]
+    pool.uses.last_evicted = 5
     assert len(pool.allocate(11)) == 11
     assert cached.num_idle == 1
     assert pool.allocate(0).size == 0
@@ -123,9 +125,9 @@ def test_a_page_above_a_quota_was_used_before_everything_else() -> None:
     pool.idle.own(pages[:5], "tenant")
     pool.release(pages)
     used = np.arange(16) + 100
-    assert pool.use_of(pool.idle, used) == 100 + 5 - (1 << 62)
+    assert pool.uses.next_of(pool.idle, used) == 100 + 5 - (1 << 62)
     pool.allocate(2)
-    assert pool.use_of(pool.idle, used) == 100 + 15, "three pages are its own"
+    assert pool.uses.next_of(pool.idle, used) == 100 + 15, "three pages are its own"
 
 
 def test_a_slab_is_fresh_while_none_of_its_pages_is_held_or_cached() -> None:
@@ -150,12 +152,12 @@ def test_states_take_no_slab_where_pages_are_held_or_a_copy_is_older() -> None:
     states.index.publish(copy, np.array([[7]], np.uint64))
     pool.release(pool.allocate(3))
     states.release(copy)
-    released = pool.clock
+    released = pool.uses.clock
     pages = pool.allocate(11)
     publish(pool, pages)
     pool.release(pages)
     assert (states.num_idle, states.oldest_use) == (1, released)
-    assert released < pool.clock
+    assert released < pool.uses.clock
     assert states.make_room(moving=True)
     assert np.count_nonzero(pool.taken) == 1, "the copy goes first"
     states.give_up_oldest()
@@ -211,9 +213,9 @@ def test_after_an_interrupt_slabs_that_are_held_or_found_are_taken_and_no_others
     publish(pool, pages[:8])
     pool.release(pages[3:8])
     pool.taken[[held, lost, 1]] = False, False, True  # Slab 1 has pages of requests. No request holds slab `lost`.
-    states._used[:] = 0  # pyright: ignore[reportPrivateUsage]
-    pool._used[pages[3:6]] = 0  # pyright: ignore[reportPrivateUsage]
-    pool._ages[:] = 1 << 40  # pyright: ignore[reportPrivateUsage]
+    pool.uses.of_slabs[:] = 0
+    pool.uses.used[pages[3:6]] = 0
+    pool.uses.ages[:] = 1 << 40
     of_states = np.zeros(states.num_pages + 1, np.int64)
     of_states[held] = 1
     states.rebuild(of_states.copy(), none(states))
@@ -233,12 +235,12 @@ def test_after_an_interrupt_slabs_that_are_held_or_found_are_taken_and_no_others
     ("column", "at", "value", "message"),
     [
         ("_place", 5, 3, "page 5 is fresh, but the stack has another page at the index 3"),
-        ("_ages", 2, 9, "slab 2 was last used at 0, before its recorded bound 9"),
+        ("uses.ages", 2, 9, "slab 2 was last used at 0, before its recorded bound 9"),
     ],
 )
 def test_check_names_a_broken_column(column: str, at: int, value: int, message: str) -> None:
     pool = SlabPool(15, 1, 4)
-    getattr(pool, column)[at] = value
+    attrgetter(column)(pool)[at] = value
     with pytest.raises(InvariantError, match=message):
         pool.check(none(pool), none(pool))
 

@@ -162,7 +162,7 @@ def test_passing_copies_in_slabs_are_as_young_as_the_page_released_last() -> Non
     pool.release(pool.allocate(4))
     on(states)
     assert states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]), ALL) == []
-    assert pool.cached.oldest_use == pool.clock
+    assert pool.cached.oldest_use == pool.uses.clock
     assert kept(states, 11, 12, 13) == [10, 11, 12]
     states.check(NAMES)
 
