@@ -32,6 +32,12 @@ class LayerGroup:
     A query of a `full` layer sees every token before it. A query of a `window` layer sees the last `window` tokens,
     including its own. A query of a `chunked` layer sees the tokens from the last multiple of `window` on. Pages that no
     later query sees are freed while the request runs.
+
+    Examples:
+        >>> LayerGroup("window", (0, 1), window=24).first_seen(40)
+        17
+        >>> LayerGroup("chunked", (2,), window=32).first_seen(40)
+        32
     """
 
     kind: LayerKind

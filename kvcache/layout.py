@@ -32,6 +32,21 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
 
     If values are quantised, their scales follow them in the page, as a dense box in the same order. `scales` describes
     that box. It has fewer tokens, heads or dims than the values if several values share a scale.
+
+    A page of two layers and two heads in the default order, with scales:
+
+        ┌── head 0 ───────────────────┐┌── head 1 ───────────────────┐┌ scales ┐
+        │ layer 0      │ layer 1      ││ layer 0      │ layer 1      ││        │
+        │ keys  values │ keys  values ││ keys  values │ keys  values ││        │
+                ▲ page_size × head_dim elements, token by token
+
+    Examples:
+        >>> sizes = {"num_layers": 2, "sides": 2, "first_head": 0, "num_heads": 2, "page_size": 16, "head_dim": 64}
+        >>> layout = PageLayout("float16", itemsize=2, order="head,layer,side,token,dim", **sizes)
+        >>> layout.page_bytes
+        16384
+        >>> layout.strides
+        {'dim': 1, 'token': 64, 'side': 1024, 'layer': 2048, 'head': 4096}
     """
 
     dtype: str  # the element type, as torch spells it ("bfloat16")

@@ -71,6 +71,21 @@ class PagedKVCacheManager(Uncopied):
         InvalidParamsError: (a ValueError) an argument is invalid.
         PoolTooSmallError: (a RuntimeError) the budget is too small for one page, or a device or the host is too small
             for its share.
+
+    Examples:
+        >>> params = KVCacheParams(torch.float16, n_kv_heads=2, head_dim=64, page_size=16, enable_prefix_caching=True)
+        >>> manager = PagedKVCacheManager(params, 8, 256, 1, ["cpu"], available_cache_memory=1 << 20)
+        >>> first = TextContext(range(40), max_length=256)
+        >>> with manager.claim(first):
+        ...     _ = manager.maybe_reserve(first)
+        ...     inputs = manager.fetch([first])  # what the model needs to compute 40 tokens
+        ...     first.update(7)
+        ...     manager.step([first])
+        >>> second = TextContext([*range(40), 7, 9], max_length=256)
+        >>> with manager.claim(second):
+        ...     _ = manager.maybe_reserve(second)
+        ...     second.start_idx  # two pages are found
+        32
     """
 
     estimated_memory_size = staticmethod(sizing.estimated_memory_size)

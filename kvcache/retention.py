@@ -61,6 +61,11 @@ class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
     read at the release. A wrong hint costs little (see `kvcache.policies.hinted_order`). A correct `session_continues`
     can be worth as much as a pool of twice the size. Raises `InvalidRequestError` (a ValueError) if a value is out of
     range.
+
+    Examples:
+        >>> tools = RangeRetention(0, 32, priority=100)  # the tools at the start of the prompt, two pages of 16 tokens
+        >>> page_hints(Retention(session_continues=False, ranges=(tools,)), pages=4, page_size=16).codes.tolist()
+        [4, 4, 0, 0]
     """
 
     session_continues: bool | None = None  # whether a later request is expected to extend this request; None: unknown

@@ -31,6 +31,11 @@ class Baseline:
     The real cache shows what hints gain only at their current share. If that share is too small to keep any page until
     its next request, right hints gain nothing and look like wrong hints. A baseline with the largest share
     distinguishes the two cases.
+
+    Examples:
+        >>> lru, prompt = Baseline(num_pages=3), np.array([1, 2], np.uint64)
+        >>> lru.visit(prompt, room=3), lru.visit(prompt, room=3)
+        (0, 2)
     """
 
     def __init__(self, num_pages: int, share: float = 0.0) -> None:

@@ -28,6 +28,14 @@ class HintShare:
 
     Attributes:
         value: the current share, from 0.0 to `most`.
+
+    Examples:
+        >>> share = HintShare(num_pages=1000, most=0.95)
+        >>> share.value
+        0.2
+        >>> share.learn(gained=10, promised=0, looked=100)  # ten hits that plain LRU would have missed
+        >>> round(share.value, 2)
+        0.28
     """
 
     def __init__(self, num_pages: int, most: float) -> None:

@@ -40,6 +40,14 @@ class HintedOrder(EvictionOrder):
 
     Attributes:
         share: the share of idle pages that follows hints. `trust` changes it.
+
+    Examples:
+        >>> from kvcache.retention import Retention, page_hints
+        >>> order = HintedOrder(4, LruOrder(4), share=1.0)
+        >>> order.hint(np.array([1, 2]), page_hints(Retention(session_continues=True), pages=2, page_size=16))
+        >>> order.append(np.array([1, 2, 3, 4]))
+        >>> order.pop(4).tolist()  # pages 1 and 2 are older, but their session continues
+        [3, 4, 1, 2]
     """
 
     def __init__(

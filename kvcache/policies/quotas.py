@@ -194,6 +194,14 @@ class QuotaOrder(OverOrder):
 
     With `slab_pages`, the entries of `order` are slabs instead of pages. Each slab consists of `slab_pages` pages of
     another pool, and `quotas` are the quotas of that pool.
+
+    Examples:
+        >>> order = QuotaOrder(LruOrder(8), TenantQuotas(8, share=0.25, shares={}))  # two pages for each tenant
+        >>> order.own(np.array([1]), "ada")
+        >>> order.own(np.array([2, 3, 4]), "bob")
+        >>> order.append(np.array([1, 2, 3, 4]))
+        >>> order.pop(4).tolist()  # bob is above his quota by one page
+        [2, 1, 3, 4]
     """
 
     def __init__(self, order: EvictionOrder, quotas: TenantQuotas, slab_pages: int = 0) -> None:

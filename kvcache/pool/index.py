@@ -27,6 +27,16 @@ class PrefixIndex:
     """Finds published pages by their digests, which have `digest_words` words of 64 bits.
 
     A hit compares the whole digest.
+
+    Examples:
+        >>> index, digests = PrefixIndex(8, digest_words=1), np.array([[11], [22], [33]], np.uint64)
+        >>> index.publish(np.array([5, 2], np.int32), digests[:2]).tolist()
+        [5, 2]
+        >>> index.find(digests).tolist()
+        [5, 2, 0]
+        >>> index.withdraw(np.array([5], np.int32))
+        >>> index.match(digests).tolist()  # a prefix needs its first page
+        []
     """
 
     def __init__(self, num_pages: int, digest_words: int) -> None:

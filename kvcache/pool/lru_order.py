@@ -45,6 +45,14 @@ class LruOrder(EvictionOrder):
     Such a pair always exists, because the chunks have room for twice the pool's pages. A call costs at most the work
     for its own pages and one chunk. Compacting the whole log at once was rejected, because it would stop a server of 4
     million pages for 50 ms.
+
+    Examples:
+        >>> order = LruOrder(8)
+        >>> order.append(np.array([3, 1, 2]))
+        >>> order.remove(np.array([1]))  # a request uses this page again
+        >>> order.append(np.array([1]))
+        >>> order.pop(2).tolist(), order.pages().tolist()
+        ([3, 2], [1])
     """
 
     by_age = True

@@ -67,6 +67,18 @@ class PagePool:
     Attributes:
         idle: the eviction order of the idle pages. `follow` replaces it.
         moves: the object that moves held pages when a slab needs room. It learns which pages must stay.
+
+    Examples:
+        >>> pool = PagePool(4, digest_words=1)
+        >>> prompt, digests = pool.allocate(2), np.array([[7], [8]], np.uint64)
+        >>> _ = pool.index.publish(prompt, digests)
+        >>> pool.release(prompt)  # both pages are idle: free, but a later request finds them
+        >>> pool.free_count, pool.index.match(digests).tolist()
+        (4, [1, 2])
+        >>> pool.allocate(3).tolist()  # the last page of the prompt is evicted first
+        [2, 3, 4]
+        >>> pool.index.match(digests).tolist()
+        [1]
     """
 
     beside = 0  # the number of pages that each request takes for its state, in addition to its token pages

@@ -32,6 +32,18 @@ class SlabPool(PagePool):
     Attributes:
         uses: when each page and each cached slab was last used.
         cached: the states in taken slabs. The states without a holder are cached, and can be evicted.
+
+        page    0  1  2  3 │ 4  5  6  7 │ 8  9 10 11      12 pages with the null page, slabs of 4 pages
+        slab    0          │ 1          │ 2               slab 0 has the null page and is never taken
+
+    Examples:
+        >>> pool = SlabPool(11, digest_words=1, slab_pages=4)
+        >>> slab = pool.take_slab()
+        >>> slab, pool.free_count
+        (2, 7)
+        >>> pool.give_back(slab)
+        >>> pool.free_count
+        11
     """
 
     def __init__(self, num_pages: int, digest_words: int, slab_pages: int, order: EvictionOrder | None = None) -> None:

@@ -179,6 +179,22 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
     The batch keeps the indices of its contexts in arrays. An update changes these arrays. A `TextContext` applies the
     update only when the context is read. If a caller changes a `TextContext` directly, the context leaves the batch,
     and the next call with the batch reads all contexts again. A batch is valid until one of its requests is released.
+
+    Examples:
+        >>> from kvcache import KVCacheParams, PagedKVCacheManager
+        >>> import torch
+        >>> params = KVCacheParams(torch.float16, n_kv_heads=2, head_dim=64, page_size=16)
+        >>> manager = PagedKVCacheManager(params, 4, 256, 1, ["cpu"], available_cache_memory=1 << 20)
+        >>> requests = [TextContext([1, 2, 3], max_length=100), TextContext([4, 5], max_length=100)]
+        >>> for request in requests:
+        ...     manager.external_claim(request.request_id)
+        ...     _ = manager.maybe_reserve(request)
+        >>> batch = manager.batch(requests)
+        >>> _ = manager.fetch(batch)
+        >>> batch.update(np.array([7, 8]))  # the tokens that the model has sampled
+        >>> manager.step(batch)
+        >>> [request.start_idx for request in requests]
+        [3, 2]
     """
 
     def __init__(

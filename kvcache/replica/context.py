@@ -103,6 +103,14 @@ class TextContext:
         InvalidRequestError: (a ValueError) tokens that are empty, not 1-D, not integers, or out of range; an id or salt
             that is not a string, or not valid UTF-8; keys of the wrong shape; an invalid retention.
         SequenceTooLongError: (a RuntimeError) more tokens than `max_length`.
+
+    Examples:
+        >>> request = TextContext([5, 6, 7], max_length=100, request_id="r")
+        >>> request
+        TextContext('r', start=0, active=3, end=3)
+        >>> request.update(8)  # the three tokens are computed, and the model has sampled the next one
+        >>> request
+        TextContext('r', start=3, active=4, end=4)
     """
 
     __slots__ = (

@@ -27,6 +27,25 @@ class PageLease(Uncopied):
     """Keeps the pages of one request for readers. Made by `PagedKVCacheManager.lease`, ended by `end_lease`.
 
     A lease covers every page with computed tokens that the request has at any time between these two calls.
+
+        claim ─► step ─► lease ─► release ───────────────────► end_lease
+        └─── the row holds the pages ───┘└─ the lease holds them ──┘ then they are idle or fresh
+
+    Examples:
+        >>> from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+        >>> import torch
+        >>> params = KVCacheParams(torch.float16, n_kv_heads=2, head_dim=64, page_size=16)
+        >>> manager = PagedKVCacheManager(params, 4, 256, 1, ["cpu"], available_cache_memory=1 << 20)
+        >>> prompt = TextContext(range(40), 256, "r")
+        >>> manager.external_claim("r")
+        >>> _ = manager.maybe_reserve(prompt), manager.fetch([prompt]), prompt.update(7), manager.step([prompt])
+        >>> lease = manager.lease("r")
+        >>> manager.release("r")
+        >>> manager.num_held_blocks, lease
+        (3, PageLease('r', replica_idx=0, is_over=False))
+        >>> manager.end_lease(lease)
+        >>> manager.num_held_blocks, lease.is_over
+        (0, True)
     """
 
     __slots__ = ("owner", "replica_idx", "request_id", "seal")

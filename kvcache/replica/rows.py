@@ -75,6 +75,15 @@ class BlockRows:
     The tables of all groups are in one tensor. A column is a position in a row of a table, for one page. A column
     without a page holds the null page. Groups of full attention come first. In each row, the first group has pages at
     least as far as any other group.
+
+    A row of 16 tokens a page, after 40 computed tokens and a reservation up to token 64:
+
+        column      0     1     2     3     4
+        page       [3]   [7]   [1]   [9]    0      0 is the null page
+        tokens    0–15 16–31 32–47 48–63
+                  └ published ┘ │     └ reserved: no token is computed yet
+                   `committed`  └ tokens 32 to 39 are computed (`cached` is 40)
+                     is 2                          `num_pages` is 4, `capacity` is 64 tokens
     """
 
     def __init__(

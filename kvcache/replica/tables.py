@@ -37,6 +37,30 @@ class RowTables:
     """The block tables of one replica, for one or several groups of layers. Uses the arrays of `rows`.
 
     For a single table of full attention, `OneTable` does the same in less time.
+
+    Two tables of one row, 16 tokens a page. The next query is at token 48, and the window has 32 tokens:
+
+        column      0     1     2     3
+        full       [1]   [2]   [3]   [4]       pages for all known tokens
+        window      0    [8]   [6]   [5]       token 48 sees tokens 17 to 48
+                    │     └─ window ──┘──►     slides with the next query
+                    └ page 7 has fallen out: it is free, and stays cached until its memory is needed
+
+    Examples:
+        >>> from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+        >>> import torch
+        >>> groups = LayerGroup("full", (0,)), LayerGroup("window", (1,), window=16)
+        >>> params = KVCacheParams(torch.float16, n_kv_heads=2, head_dim=64, page_size=16, groups=groups)
+        >>> manager = PagedKVCacheManager(params, 4, 256, 2, ["cpu"], available_cache_memory=1 << 20)
+        >>> prompt = TextContext(range(40), 256, "r")
+        >>> manager.external_claim("r")
+        >>> manager.maybe_reserve(prompt)
+        True
+        >>> _ = manager.fetch([prompt])  # a model computes the KV of 40 tokens
+        >>> prompt.update(7)
+        >>> manager.step([prompt])
+        >>> manager.block_table("r").groups  # the next query, token 40, sees tokens 25 to 40
+        ((1, 2, 3), (5, 6))
     """
 
     is_plain = False

@@ -39,6 +39,11 @@ class Runs:
         local: int64 `[runs]`, absolute address of each run in the reader's memory.
         remote: int64 `[runs]`, absolute address of each run in the source's memory.
         length: int64 `[runs]`, in bytes.
+
+    Examples:
+        >>> runs = Runs(np.array([0, 4096]), np.array([8192, 0]), np.array([4096, 1024]))
+        >>> runs.num_bytes, len(runs.shortened(1024))
+        (5120, 5)
     """
 
     local: Ints

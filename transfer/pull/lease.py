@@ -6,6 +6,11 @@ last byte was copied, because a lease always ends in one order: first the word i
 holder. All later writes to the pages therefore come after the word was cleared. `docs/concepts/protocol.md` has the
 whole argument.
 
+    word       0 ──grant──► id ─────────────────────────────cleared──► 0
+    pages      ─────── held ────────────────────────────────────────────┤ free: another request may write them
+    reader A            ├─ copy the pages ─┤ READ: id, the copy is right
+    reader B                                    ├─ copy the pages ────────┤ READ: 0, the copy is thrown away
+
 Reading a generation word after the data is the idea of a seqlock (Lameter 2005; Boehm, MSPC 2012).
 """
 
@@ -84,6 +89,15 @@ class LeaseSlots:
 
     Args:
         slots: the slots to allocate from.
+
+    Examples:
+        >>> slots = LeaseSlots(range(1))
+        >>> lease = slots.take(duration_s=10.0, lease_id=7)
+        >>> lease
+        LeaseRef(lease_id=7, slot=0, duration_s=10.0)
+        >>> slots.take(duration_s=10.0) is None  # no slot is free
+        True
+        >>> slots.give_back(lease)
     """
 
     def __init__(self, slots: range = range(LEASE_SLOTS)) -> None:
