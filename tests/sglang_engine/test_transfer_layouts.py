@@ -36,3 +36,8 @@ def test_tensor_parallel_sizes_that_differ(
     model_dir: Path, tmp_path: Path, expected: Any, page_size: int, ranks: tuple[int, int]
 ) -> None:
     check_tokens(Pair(model_dir, tmp_path, (page_size, page_size), ranks), expected)
+
+
+def test_both_sides_at_an_ipv6_address(model_dir: Path, tmp_path: Path, expected: Any, page_size: int) -> None:
+    pair = Pair(model_dir, tmp_path, (page_size, page_size), environment={"SGLANG_HOST_IP": "::1"})
+    check_tokens(pair, expected)
