@@ -158,6 +158,11 @@ def layer_tables(groups: tuple[LayerGroup, ...], num_layers: int) -> LayerTables
 
     Without groups the result is one table of all `num_layers` layers. Raises `InvalidParamsError` unless each layer is
     in exactly one group.
+
+    Examples:
+        >>> groups = LayerGroup("full", (0, 3)), LayerGroup("window", (1, 2, 4, 5), window=64)
+        >>> [(table.group.kind, table.layers) for table in layer_tables(groups, num_layers=6).tables]
+        [('full', (0, 3)), ('window', (1, 2)), ('window', (4, 5))]
     """
     if not groups:
         every = LayerGroup("full", tuple(range(num_layers)))

@@ -12,10 +12,14 @@ from kvcache import Batch, LayerGroup, LruOrder, PagedKVCacheManager, PageLayout
 from kvcache.policies.hinted_order import HintedOrder
 from kvcache.policies.quotas import QuotaOrder
 from kvcache.pool.index import PrefixIndex
+from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
+from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.tables import RowTables
+from transfer.plan.runs import Runs
 from transfer.pull.lease import LeaseSlots
+from transfer.wire.allowed_peers import AllowedPeers
 
 ROOT = Path(__file__).parents[1]
 MODULES = [
@@ -26,7 +30,8 @@ MODULES = [
 ]
 SHOWN = [
     *(Batch, LayerGroup, LruOrder, PagedKVCacheManager, PageLayout, PageLease, Retention, TextContext),
-    *(HintedOrder, LeaseSlots, PagePool, PrefixIndex, QuotaOrder, RowTables, SlabPool),
+    *(AllowedPeers, HintedOrder, LeaseSlots, PagePool, PageReader, PrefixHasher, PrefixIndex, QuotaOrder, RowTables),
+    *(Runs, SlabPool),
 ]
 
 

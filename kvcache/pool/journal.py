@@ -27,6 +27,19 @@ class PageReader:
     """Reads a journal. A reader overrides the methods for the reports that it wants.
 
     It does not get the other reports.
+
+    Examples:
+        >>> class Evicted(PageReader):
+        ...     def gone(self, pages, why):
+        ...         print("evicted", pages.tolist())
+        >>> from kvcache.pool.pages import PagePool
+        >>> pool = PagePool(2, digest_words=1)
+        >>> pool.journal.read(Evicted())
+        >>> pages = pool.allocate(2)
+        >>> _ = pool.index.publish(pages, np.array([[7], [8]], np.uint64))
+        >>> pool.release(pages)
+        >>> _ = pool.allocate(1)  # the page that is evicted first is the last one of its prompt
+        evicted [2]
     """
 
     def going(self, pages: Pages) -> None:

@@ -74,6 +74,20 @@ class PrefixHasher:
     end of the page are the same. A missing salt (None) is distinct from every salt, including the empty one. Digests do
     not depend on the process, so they can be compared across hosts. An attacker can construct collisions of `xxh3_128`,
     but not of sha256 and blake3.
+
+        tokens    0 … 15        16 … 31       32 … 39
+        digest    d0 = H(salt, tokens)
+                  d1 = H(d0, tokens)          a page that is not full has no digest
+
+    Examples:
+        >>> tokens, one = np.arange(40), PrefixHasher("sha256", page_size=16, salt=None)
+        >>> one.digests(tokens, 0, 2).shape  # two full pages of four words
+        (2, 4)
+        >>> same, other = PrefixHasher("sha256", 16, None), PrefixHasher("sha256", 16, salt="ada")
+        >>> bool((same.digests(tokens, 0, 2) == one.digests(tokens, 0, 2)).all())
+        True
+        >>> bool((other.digests(tokens, 0, 2) == one.digests(tokens, 0, 2)).any())
+        False
     """
 
     __slots__ = ("algorithm", "extra_keys", "keys_left", "known", "matches", "page_size", "running", "salt", "width")

@@ -23,6 +23,13 @@ class AllowedPeers:
     A host name matches only an identical entry, because names are never resolved. So does an address with a scope
     (`fe80::1%eth0`), because the same address on another link is another host. A network matches in every scope.
     An entry that is neither an address, a network nor a host name raises `InvalidEngineError`.
+
+    Examples:
+        >>> peers = AllowedPeers(["10.0.0.0/8"])
+        >>> peers.check("tcp://10.1.2.3:5600")
+        >>> peers.check("tcp://192.168.0.1:5600")
+        Traceback (most recent call last):
+        transfer.errors.HandshakeError: tcp://192.168.0.1:5600 is not in allowed_peers: 127.0.0.0/8, ::1, ...
     """
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
