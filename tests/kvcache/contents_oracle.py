@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -89,6 +89,7 @@ class Request:
     weights: int  # the version of the weights when the request was last claimed
     chain: list[int] = field(default_factory=list[int])  # a word for each token, which depends on its whole prefix
     lease: PageLease | None = None
+    pulls: int = 0  # how many tables of it an exchange has leased
 
     @property
     def name(self) -> str:
@@ -108,7 +109,7 @@ class Request:
 
     def claimed_with(self, weights: int) -> None:
         self.weights, self.chain = weights, []
-        self.lease = None  # an open lease holds the pages of the earlier claim alone
+        self.lease, self.pulls = None, 0  # an open lease holds the pages of the earlier claim alone
 
 
 def kv_of(words: Chain, layers: Sequence[int]) -> NDArray[np.float64]:
@@ -402,7 +403,7 @@ class Engine:
     def _all_named(self, requests: Sequence[Request]) -> None:
         """Compare the number of digests with the full pages. A reader could not find or check the others."""
         for one in requests:
-            if one.lease is not None and self.manager.states:  # such a table promises the state
+            if (one.lease is not None or one.pulls) and self.manager.states:  # such a table promises the state
                 continue
             try:
                 table = self.manager.block_table(one.name)
@@ -574,6 +575,8 @@ class HandOver:
 class Pair:
     """Two engines of one kind. The second one imports what the first one exports at any moment."""
 
+    hand_overs: ClassVar = 4  # the weight of a hand-over among the random calls
+
     def __init__(self, kind: str, seed: int, folder: Path | None = None) -> None:
         """With `folder`, every fifth pair has a tier of files in it, and another fifth has a store of objects, which
         both engines share. The seed also decides the sizes.
@@ -624,6 +627,10 @@ class Pair:
         if self.open:
             self.open.pop(self.random.randrange(len(self.open))).finish()
 
+    def end_hand_overs(self) -> None:
+        while self.open:
+            self.end_hand_over()
+
     def reset(self) -> None:
         """Load the same new weights in both engines, also while imports are open."""
         for engine in self.engines:
@@ -643,7 +650,7 @@ class Pair:
             (1, engine.preempt),
             (1, engine.fork),
             (1, engine.lease),
-            (4, self.hand_over),
+            (self.hand_overs, self.hand_over),
             (2, self.end_hand_over),
             (RESETS, self.reset),
         ]
@@ -658,8 +665,7 @@ class Pair:
         """Make so many moves, end everything, and recount both managers. Returns how often each event was reached."""
         for _ in range(moves):
             self.move()
-        while self.open:
-            self.end_hand_over()
+        self.end_hand_overs()
         for engine in self.engines:
             engine.end_all()
             engine.manager.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache import InvalidRequestError, TextContext
+from kvcache import BlockTable, InvalidRequestError, LayerGroup, TextContext
 from tests.kvcache.build import manager_of, proven, run_once
 
 
@@ -29,6 +29,32 @@ def test_after_an_import_shorter_than_its_own_hit_a_request_has_computed_the_hit
             assert reader.fork(context, child)
             assert child.start_idx == 16
             reader.release("child")
+    for manager in (source, reader):
+        manager.check()
+        manager.close()
+
+
+def test_a_last_table_shorter_than_the_requests_own_hit_needs_no_window_before_the_hit() -> None:
+    """The request runs from its hit on, so that the pages that a query at the end of the table sees are not needed."""
+    windows = {"groups": (LayerGroup("full", (0,)), LayerGroup("window", (1,), 9))}
+    source, reader = manager_of(layers=2, params=windows), manager_of(layers=2, params=windows)
+    run_once(reader, range(29))
+    with source.claim(prompt := TextContext(range(25), 40, "r")):
+        tables: list[BlockTable] = []
+        for computed in (4, 12):
+            prompt.set_token_indices(active_idx=computed)
+            assert source.maybe_reserve(prompt)
+            source.fetch([prompt])
+            prompt.update(9)
+            source.step([prompt])
+            tables.append(source.block_table("r", full_pages=computed == 4))
+        with reader.claim(context := TextContext(range(25), 40, "r")):
+            pending = reader.import_block_table(context, tables[0], partial=True)
+            assert pending is not None
+            reader.extend_import(context, pending, tables[1], last=True)
+            assert not pending.needs_copy
+            reader.commit_import(context, pending)
+            assert context.start_idx == 24
     for manager in (source, reader):
         manager.check()
         manager.close()
