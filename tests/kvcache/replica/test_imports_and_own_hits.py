@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvcache import BlockTable, InvalidRequestError, LayerGroup, TextContext
@@ -55,6 +56,34 @@ def test_a_last_table_shorter_than_the_requests_own_hit_needs_no_window_before_t
             assert not pending.needs_copy
             reader.commit_import(context, pending)
             assert context.start_idx == 24
+    for manager in (source, reader):
+        manager.check()
+        manager.close()
+
+
+def test_a_second_last_table_takes_back_no_page_that_the_copier_has() -> None:
+    """A query after the second table sees one page less. The copier may write to that page all the same."""
+    windows = {"groups": (LayerGroup("full", (0,)), LayerGroup("window", (1,), 5))}
+    source, reader = (manager_of(page_size=size, layers=2, params=windows) for size in (8, 4))
+    with source.claim(prompt := TextContext(range(18), 40, "r")):
+        tables: list[BlockTable] = []
+        for computed in (13, 16):
+            prompt.set_token_indices(active_idx=computed)
+            assert source.maybe_reserve(prompt)
+            source.fetch([prompt])
+            prompt.update(9)
+            source.step([prompt])
+            tables.append(source.block_table("r"))
+        with reader.claim(context := TextContext(range(18), 40, "r")):
+            pending = reader.import_block_table(context, tables[0])
+            assert pending is not None
+            copies, free = reader.copier(pending).take(), reader.num_free_blocks
+            taken = [np.asarray(copy.dst_pages) for copy in copies]
+            assert [len(pages) for pages in taken] == [4, 2]
+            reader.extend_import(context, pending, tables[1], last=True)
+            assert reader.num_free_blocks == free
+            assert np.array_equal(pending.written, np.concatenate(taken))
+            reader.cancel_import(pending)
     for manager in (source, reader):
         manager.check()
         manager.close()
