@@ -19,6 +19,7 @@ from scheduler_adapters.errors import MissingExtraError
 HERE = Path(__file__).resolve().parent
 NAMES = (
     "decode_step",
+    "settings",
     "admission",
     "growing_conversation",
     "release",

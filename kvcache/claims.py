@@ -11,15 +11,9 @@ from kvcache.errors import AlreadyClaimedError, InvalidRequestError, InvariantEr
 from kvcache.replica.batch import Batch, Gathered
 from kvcache.replica.context import Context, ReadContext, TextContext, check_context, read_context
 from kvcache.replica.replica import Replica
-from kvcache.replica.rows import Ints, as_rows
+from kvcache.replica.rows import NEVER, AllRows, Ints, as_rows
 from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import RequestID
-
-One = tuple[int, TextContext]
-"""The only request of a call, in a manager with one replica: the request's row, and its context.
-
-It is a plain tuple, because creating a named tuple would take 0.2 µs longer.
-"""
 
 
 class Claims:
@@ -33,8 +27,9 @@ class Claims:
     The methods raise the errors that are documented at the `PagedKVCacheManager` methods that call them.
     """
 
-    def __init__(self, replicas: Sequence[Replica], steps: Sequence[StepInFlight]) -> None:
+    def __init__(self, replicas: Sequence[Replica], rows: AllRows, steps: Sequence[StepInFlight]) -> None:
         self._replicas = replicas
+        self._rows = rows
         self._steps = steps  # the steps in flight
         self._rows_per_replica = len(replicas[0].rows.request_ids)
         self._releases = 0
@@ -43,6 +38,9 @@ class Claims:
         # context itself, which is thereby kept alive. Otherwise the key is a tuple with the context's `id`.
         self.bound: dict[object, int] = {}
         self._contexts: dict[int, Context] = {}  # by place
+        # The contexts of the last list, all of class `TextContext`, and their requests: a loop often passes the same
+        # contexts again. Comparing two lists of the same objects takes a tenth of the time of one lookup an object.
+        self._listed: tuple[list[Context], Gathered] | None = None
 
     def free_at(self, request_id: RequestID, replica_idx: int | None) -> int:
         """Returns the index of the replica on which to claim a new request. Raises if that replica has no free row.
@@ -90,37 +88,32 @@ class Claims:
             self._contexts[place] = context
             self.bound[_key(context)] = place
 
-    def one(self, batch: Sequence[Context]) -> One | None:
-        """Returns the request of a one-item `batch`, if it has pages and there is only one replica.
-
-        Returns None otherwise. The caller must then call `gather`.
-        """
-        kind: type = type(batch)  # checked exactly, because a subclass could return another item at each access
-        if kind is not list or len(batch) != 1 or len(self._replicas) > 1:
-            return None
-        context = batch[0]
-        if type(context) is not TextContext or (row := self.bound.get(context)) is None:
-            return None
-        return row, context
-
     def gather(self, batch: Sequence[Context], call: str) -> Gathered:
         """Returns the requests of a call as arrays. If `batch` is a `Batch`, refreshes `batch` and returns it."""
-        if isinstance(batch, Batch):
+        last = self._listed
+        kind: type = type(batch)  # checked exactly, because a subclass could return another item at each access
+        if last is not None and kind is list and last[0] == batch:
+            gathered = last[1]
+        elif isinstance(batch, Batch):
             if batch.checked_at != self._releases or batch.unbound or batch.owner is not self:
                 self._refuse_stale(batch, call)
-            batch.refresh()
-            return batch
-        contexts, replicas, rows, places, unbound = self._bind(batch, call)
-        gathered = Gathered(contexts, replicas, rows, places, starts_only=call == "step")
-        gathered.unbound = unbound
-        if self._steps and call == "step":
+            gathered = batch
+        else:
+            contexts, replicas, rows, places, unbound = self._bind(batch, call)
+            gathered = Gathered(tuple(contexts), replicas, rows, places, self._rows)
+            gathered.unbound = unbound
+            if not unbound and {*map(type, gathered.contexts)} == {TextContext}:
+                self._listed = [*gathered.contexts], gathered
+        is_step = call == "step"
+        gathered.refresh(computed_only=is_step)
+        if is_step and self._steps and not (gathered.is_counted or gathered is batch):
             gathered.read_computed()
         return gathered
 
     def batch(self, contexts: Sequence[Context]) -> Batch:
         """Look up the requests of a `Batch` once."""
         listed, replicas, rows, places, unbound = self._bind(contexts, "batch")
-        made = Batch(listed, replicas, rows, places, self._replicas[0].page_size, self)
+        made = Batch(listed, replicas, rows, places, self._rows, self)
         made.unbound = unbound
         return made
 
@@ -145,6 +138,9 @@ class Claims:
 
     def _free(self, request_id: RequestID, place: int, context: TextContext | ReadContext | None) -> None:
         replica, _, row = self._at(place)
+        self._listed = None
+        if context is not None:
+            context.stop_counting()
         replica.release(row, context)
         del self.places[request_id]
         if (bound := self._contexts.pop(place, None)) is not None:
@@ -163,6 +159,7 @@ class Claims:
         for context in self._contexts.values():
             with suppress(Exception):  # the caller's code
                 read_context(context).reset()
+        self._listed = None
         self.places.clear()
         self._contexts.clear()
         self.bound.clear()
@@ -188,6 +185,10 @@ class Claims:
             raise InvariantError(
                 f"{len(self.bound)} contexts are bound, but {len(self._contexts)} other contexts are kept alive"
             )
+        for place in (self._rows.known < NEVER).nonzero()[0].tolist():
+            context, known = self._contexts.get(place), self._rows.known_of[place]
+            if not isinstance(context, TextContext) or context.indices != (known - 1, known, known):
+                raise InvariantError(f"place {place}: {known} known tokens are counted for {context!r}")
         with_pages = {place for place in rows.values() if self._at(place)[0].rows.num_pages[self._at(place)[2]]}
         for place in with_pages ^ self._contexts.keys():
             raise InvariantError(f"place {place}: its row must have both pages and a bound context, or neither")
@@ -264,7 +265,7 @@ def _key(context: object) -> object:
     kind = type(context)
     if kind is TextContext:
         return context
-    by_identity = kind.__hash__ is object.__hash__ and kind.__eq__ is object.__eq__
+    by_identity = kind.__hash__ is object.__hash__ and kind.__eq__ in (object.__eq__, TextContext.__eq__)
     return context if by_identity else (id(context),)
 
 

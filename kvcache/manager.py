@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache import arguments, sizing
-from kvcache.arguments import MOST
 from kvcache.claims import Claims
 from kvcache.endpoints.reset import check_endpoint, open_endpoint
 from kvcache.errors import InvalidRequestError
@@ -22,7 +21,7 @@ from kvcache.replica import imports, inputs
 from kvcache.replica.batch import Batch
 from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.contents import PageContents
-from kvcache.replica.context import Context, TextContext, check_context, check_fork, read_context
+from kvcache.replica.context import Context, check_context, check_fork, read_context
 from kvcache.replica.copier import ImportCopier, ImportProof
 from kvcache.replica.leases import PageLease, granted_by
 from kvcache.replicas import place_replicas
@@ -128,13 +127,13 @@ class PagedKVCacheManager(Uncopied):
         self._replicas = place_replicas(needs, sizes, devices_of, stream, pages, self._mark)
         self.fingerprint = self._replicas.fingerprint
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
-        self._claims = Claims(self._replicas.each, self._replicas.steps.open)
+        self._claims = Claims(self._replicas.each, self._replicas.rows, self._replicas.steps.open)
         # finds pages by content
         self.contents = PageContents(self._replicas.each, self.fingerprint, self._mark, self._look_for_reset)
-        # Two attributes for decode steps. `_place_of` returns the place of a context. `_capacity` has the number of
-        # tokens that the pages at each place can hold.
+        # Three attributes for decode steps. `_place_of` returns the place of a context. The others have two numbers for
+        # each place: how many tokens its pages can hold, and how many its context knows (`TextContext.count_along`).
         self._place_of: Callable[[Any, int], int] = self._claims.bound.get
-        self._capacity = self._replicas.capacity
+        self._capacity, self._known = self._replicas.rows.capacity_of, self._replicas.rows.known_of
         self._metrics_before = KVCacheMetrics()
         self._reset_endpoint = open_endpoint(zmq_endpoint_base, caching=params.enable_prefix_caching)
         if isinstance(self._mark, CheckedUnderWay):
@@ -233,7 +232,7 @@ class PagedKVCacheManager(Uncopied):
 
     # ---- a step of the serving loop
 
-    def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:  # noqa: C901 - the usual steps make no call
+    def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:
         """Give the request pages for all its known tokens and `num_steps` steps. Matching cached pages are used.
 
         `start_idx` of the context moves to the end of a prefix hit. A request without pages has computed nothing: it
@@ -254,16 +253,12 @@ class PagedKVCacheManager(Uncopied):
             place = self._place_of(data, -1)
         except TypeError:  # raised if the context is not hashable
             place = -1
-        room = self._capacity[place]  # for place -1, which stands for an unknown context, the capacity is 0
-        if type(num_steps) is int and 0 < num_steps <= MOST:
-            most = room - num_steps + 1
-            if type(data) is TextContext:  # `decodes_within` does the two tests of the `elif` branch in one call
-                if data.decodes_within(most):
-                    return True
-            elif place >= 0 and data.active_length == 1 and data.current_length <= most:
-                return True
-        else:
-            num_steps = arguments.steps(num_steps)
+        room = self._capacity[place] + 1  # at place -1, which stands for an unknown context, nothing fits
+        if type(num_steps) is int and 0 < num_steps <= room - self._known[place]:
+            return True
+        num_steps = arguments.steps(num_steps)
+        if place >= 0 and data.active_length == 1 and data.current_length <= room - num_steps:
+            return True
         replica, replica_idx, row = self._claims.own(data, "maybe_reserve")
         if self._reset_endpoint.is_asked:
             self._look_for_reset()
@@ -333,8 +328,7 @@ class PagedKVCacheManager(Uncopied):
             self._mark.refuse("fetch")
         num_steps = arguments.steps(num_steps)
         self._look_for_reset()
-        fetched = self._replicas.fetch_one(self._claims.one(batch), num_steps)
-        return fetched or self._replicas.fetch(self._claims.gather(batch, "fetch"), num_steps)
+        return self._replicas.fetch(self._claims.gather(batch, "fetch"), num_steps)
 
     def fetch_ahead(self, batch: Sequence[Context], num_steps: int = 1) -> StepInFlight:
         """Do the same as `fetch`, for a loop that plans a step while the previous one runs.
@@ -365,8 +359,7 @@ class PagedKVCacheManager(Uncopied):
         """
         if self._mark.call:
             self._mark.refuse("step")
-        if not self._replicas.step_one(self._claims.one(batch)):
-            self._replicas.step(self._claims.gather(batch, "step"))
+        self._replicas.step(self._claims.gather(batch, "step"))
 
     def increment_cache_lengths(
         self, kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any

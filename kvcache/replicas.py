@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcache.claims import One
 from kvcache.endpoints.publisher import EventPublisher
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.events.log import FILES, HOST, AnyLog, NoLog, Watched
@@ -20,14 +19,14 @@ from kvcache.params import KVCacheParams, KVEvents, Routing
 from kvcache.policies.factory import order_of, set_policy
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
-from kvcache.replica.batch import UNKNOWN, Batch, BatchState, Gathered, Share
+from kvcache.replica.batch import UNKNOWN, Batch, Gathered, Share
 from kvcache.replica.context import Context, SafeContext, hasher_of, read_context
 from kvcache.replica.devices import PageMemory, PlacedReplica, ReplicaPageMoves
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.replica import Replica
 from kvcache.replica.resume import Found
 from kvcache.replica.row_states import step_drafted
-from kvcache.replica.rows import NEVER, AllRows, BlockRows, Filled, Ints, rows_at
+from kvcache.replica.rows import AllRows, BlockRows, Filled, Ints, rows_at
 from kvcache.sizing import Needs, Sizes
 from kvcache.states.state_memory import room_apart, room_in_slabs, state_layouts
 from kvcache.states.state_pages import StatePages
@@ -47,7 +46,7 @@ def place_replicas(
     words = DIGEST_BYTES[params.hash_algorithm] // 8
     rows = sizes.max_batch_size // len(devices)
     room = divide_tiers(params, len(layouts))
-    every = AllRows(len(devices), rows, page_size)
+    every = AllRows(len(devices), rows, page_size, caching=params.enable_prefix_caching)
     placed = list[PlacedReplica]()
     for group in devices:
         pinned = any(device.type == "cuda" for device in group)
@@ -128,9 +127,8 @@ class Replicas:
     ) -> None:
         self.placed = placed
         self.fingerprint = fingerprint  # identifies the layout of a replica's pages and states on all shards
-        self._rows = rows
-        # for each place (see `Claims`), how many tokens its pages can hold; 0 at place -1
-        self.capacity = rows.capacity_of
+        self.rows = rows
+        self._counters = [place.replica.counter for place in placed]
         self.tiers, self.state_tiers = tiers  # the tiers below the token pages, and below recurrent states
         self._all_tiers = [one for one in tiers if one is not None]
         self.each: list[Replica] = [place.replica for place in placed]
@@ -143,9 +141,6 @@ class Replicas:
         self._events: EventPublisher | None = None
         self.event_endpoints: list[tuple[str, str | None]] = []  # the addresses of each replica's KV events and replays
         self._log: AnyLog = NoLog()  # records the changes that are reported as events, and the tokens of new pages
-        # Whether a step of one request needs only the request's row, because there are no tiers or events, and only
-        # one table.
-        self._is_plain = not self._all_tiers and self.each[0].tables.is_plain
 
     @property
     def metrics(self) -> KVCacheMetrics:
@@ -253,79 +248,46 @@ class Replicas:
         An error is raised before any token is counted as run. `number` selects the set of tables in which the inputs
         are built.
         """
-        states = [gathered.part(share) for share in gathered.split(len(self.each))]
+        shares = gathered.split(len(self.each))
         if gathered.slack < num_steps - 1:
-            for replica, state in zip(self.each, states, strict=True):
-                lengths = state.ends if num_steps == 1 else state.ends + (num_steps - 1)
-                # With windows, a request needs pages only up to the end of the chunk that runs.
-                if replica.tables.in_chunks:
-                    lengths = np.where(state.actives < state.ends, state.actives, lengths)
-                    replica.tables.refuse_lost(state.rows, state.starts)
-                replica.refuse_short(state.rows, lengths, "fetch")
-        for replica, state in zip(self.each, states, strict=True):
-            if replica.leases.of_row or replica.counter.open:
-                replica.refuse_starts(state.rows, state.starts)
+            self._refuse_short(gathered, shares, num_steps)
+        counted = gathered.is_counted  # then these requests have been checked, and their prompts have been counted
+        if not counted:
+            for share in shares:
+                replica = self.each[share.replica]
+                if replica.leases.of_row or replica.counter.open:
+                    replica.refuse_starts(share.rows, gathered.starts[share.at])
         self.mark.call = _FETCH
         if self._all_tiers:
-            for replica, state in zip(self.each, states, strict=True):
-                # the copies from host memory must be complete when the model reads the pages
-                replica.tier.arrive(state.rows)
-            for tiers in self._all_tiers:
-                tiers.tick()
+            self._tick(shares)
         fetched: list[RaggedKVCacheInputs] = []
-        for place, state in zip(self.placed, states, strict=True):
-            place.replica.counter.run(state.rows, state.starts, state.actives)
-            fetched += place.inputs(state, num_steps, number)
-            place.replica.pool.moves.fetched(state.rows)
+        for share in shares:
+            place = self.placed[share.replica]
+            replica = place.replica
+            if not counted:
+                replica.counter.run(share.rows, gathered.starts[share.at], gathered.actives[share.at])
+            fetched += place.inputs(share.rows, *gathered.part(share), num_steps, number)
+            replica.pool.moves.fetched(share.rows)
         self.mark.call = None
+        if not counted:
+            gathered.count_along(self._counters)
         return fetched
 
-    def fetch_one(self, one: One | None, num_steps: int) -> list[RaggedKVCacheInputs] | None:
-        """Do the same as `fetch` for a single request, in a third of the time.
-
-        Returns None if `fetch` must be called instead.
-        """
-        if one is None or num_steps != 1:
-            return None
-        row, context = one
-        if not self._is_plain or row in self.each[0].leases.of_row:
-            return None
-        start, active, end = context.start_idx, context.active_idx, context.end_idx
-        if end > self.capacity[row]:
-            return None
-        counter = self.each[0].counter
-        if row in counter.open:  # in a decode step, the row's prompt is fully counted, and the row is not in `open`
-            counter.refuse_ahead(row, start)
-            self.mark.call = _FETCH
-            counter.run_one(row, start, active)
-            self.mark.call = None
-        each = np.array((start, active, end))
-        state = BatchState(slice(row, row + 1), each[:1], each[1:2], each[2:], active - start, active, end)
-        inputs = self.placed[0].inputs(state, 1)
-        self.each[0].pool.moves.fetched(state.rows)
-        return inputs
-
-    def step_one(self, one: One | None) -> bool:
-        """Do the same as `step` for a single request. Returns False if `step` must be called instead."""
-        if one is None or self.states or not self._is_plain:
-            return False
-        (row, context), replica = one, self.each[0]
-        if row in replica.leases.of_row:
-            return False
-        rows, computed = replica.rows, context.computed_idx
-        if computed > self.capacity[row]:
-            return False
-        if replica.caching and computed >= rows.commit_at.item(row):
-            first, last = rows.committed.item(row), computed // rows.page_size
-            digests = self._hasher_of(0, row, context).digests(context.tokens, first, last)
-            self.mark.call = _STEP
-            replica.publish_one(row, first, digests)
-        if row in replica.counter.open:
-            self.mark.call = _STEP
-            replica.counter.run_one(row, 0, computed)
-        rows.cached[row] = computed
-        self.mark.call = None
-        return True
+    def _refuse_short(self, gathered: Gathered, shares: Sequence[Share], num_steps: int) -> None:
+        """Raise unless each request has pages for its tokens, and still has the pages that its next query sees."""
+        in_chunks = self.each[0].tables.in_chunks
+        if not in_chunks and self.rows.slack(gathered.places, gathered.ends) >= num_steps - 1:
+            return
+        for share in shares:
+            replica, at = self.each[share.replica], share.at
+            ends = gathered.ends[at]
+            lengths = ends if num_steps == 1 else ends + (num_steps - 1)
+            # With windows, a request needs pages only up to the end of the chunk that runs.
+            if in_chunks:
+                actives = gathered.actives[at]
+                lengths = np.where(actives < ends, actives, lengths)
+                replica.tables.refuse_lost(share.rows, gathered.starts[at])
+            replica.refuse_short(share.rows, lengths, "fetch")
 
     def step(self, gathered: Gathered, settle: Callable[[], None] | None = None) -> None:
         """Publish pages that are full of computed tokens. Raises before anything is published.
@@ -337,7 +299,8 @@ class Replicas:
                 step_drafted(self.states, gathered, self.step)
                 return
         computed = gathered.computed
-        if gathered.slack < -1:  # a request may have run beyond its pages
+        # a request may have run beyond its pages
+        if gathered.slack < -1 and self.rows.slack(gathered.places, computed) < 0:
             for share in gathered.split(len(self.each)):
                 self.each[share.replica].refuse_short(share.rows, computed[share.at], "step")
         if gathered.due > 0:  # no page is full
@@ -381,7 +344,7 @@ class Replicas:
             elif full:
                 gathered.due = 1  # among many requests, one of them probably fills a page with its next token
             else:
-                gathered.due = self._rows.due(gathered.places, computed) if self.each[0].caching else NEVER
+                gathered.due = self.rows.due(gathered.places, computed)
         self._log.end_call()
         return full
 
@@ -403,7 +366,6 @@ class Replicas:
         self._events = EventPublisher(options, specs, len(self.each), self.each[0].page_size, watched)
         self.event_endpoints = self._events.endpoints
         self._log = log = self._events.log
-        self._is_plain = False
         for replica in self.each:
             replica.log = log
 
@@ -467,6 +429,13 @@ class Replicas:
         for tiers in self._all_tiers:
             tiers.check()
 
+    def _tick(self, shares: Sequence[Share]) -> None:
+        """Order the copies from host memory to the pages that a model reads now, and copy some pages to the host."""
+        for share in shares:
+            self.each[share.replica].tier.arrive(share.rows)
+        for tiers in self._all_tiers:
+            tiers.tick()
+
     def _take_up(self) -> None:
         """Handle copies from host memory that have ended, which may free pages."""
         for tiers in self._all_tiers:
@@ -485,7 +454,7 @@ class Replicas:
         if not shares:
             if shares is None and np.count_nonzero(gathered.actives - gathered.starts != 1):
                 return False
-            slack = self._rows.slack(gathered.places, gathered.ends)
+            slack = self.rows.slack(gathered.places, gathered.ends)
             if slack >= num_steps - 1:
                 gathered.slack = slack
                 return True
@@ -503,7 +472,9 @@ class Replicas:
 
     def _computed(self, gathered: Gathered) -> None:
         """Record that the model has computed the tokens before each request's start."""
-        self._rows.cached[gathered.places] = gathered.computed
+        self.rows.cached[gathered.places] = gathered.computed
+        if gathered.is_counted:  # the prompts of these requests have been counted
+            return
         for share in gathered.split(len(self.each)):
             counter = self.each[share.replica].counter
             if counter.open:

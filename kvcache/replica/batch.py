@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvalidRequestError, SequenceTooLongError
 from kvcache.events.log import AnyLog
-from kvcache.replica.context import FUTURE_TOKEN, Context, TextContext, computed_of
+from kvcache.replica.context import FUTURE_TOKEN, Context, ContextIndices, TextContext, computed_of
 from kvcache.replica.hashing import PrefixHasher, next_digests, token_bytes
-from kvcache.replica.rows import NEVER, ONE, Ints, Rows, rows_at
+from kvcache.replica.rows import NEVER, ONE, AllRows, Ints, PromptCounter, Rows, rows_at
 from kvcache.uncopied import Uncopied
 
 HasherOf = Callable[[int, int, Context], PrefixHasher]
@@ -28,17 +28,11 @@ class Share(NamedTuple):
     rows: Rows
 
 
-class BatchState(NamedTuple):
-    """The requests of one replica in a batch: int64 arrays with one item for each request, and their maxima."""
+Longest = tuple[int, int, int]
+"""Three maxima over the requests of a replica: the tokens that one of them runs next, `active_idx`, and `end_idx`.
 
-    rows: Rows
-    starts: Ints  # for each request, the number of cached tokens
-    actives: Ints  # for each request, the end of the tokens that run next
-    ends: Ints  # for each request, the number of known tokens
-    longest_run: int  # the largest number of tokens that one request runs next
-    longest_context: int  # the largest of `actives`
-    longest: int  # the largest of `ends`
-
+A plain tuple, because creating a named tuple takes a twentieth of the time of a `fetch` for one request.
+"""
 
 UNKNOWN = -(1 << 62)
 _UNSIGNED = {np.dtype(f"{kind}{size}"): np.dtype(f"u{size}") for kind in "iu" for size in (4, 8)}
@@ -50,49 +44,89 @@ class Gathered:
     """The requests of one call, as arrays `[len]` in the order of the batch."""
 
     __slots__ = (
-        *("_shares", "actives", "computed", "contexts", "due", "ends", "places", "replicas", "rows", "slack"),
-        *("starts", "unbound"),
+        *("_counted", "_every", "_only", "_read", "_shares", "actives", "computed", "contexts", "due", "ends"),
+        *("is_counted", "places", "replicas", "rows", "slack", "starts", "unbound"),
     )
 
-    def __init__(
-        self, contexts: Sequence[Context], replicas: Ints, rows: Ints, places: Ints, *, starts_only: bool = False
-    ) -> None:
+    starts: Ints
+    actives: Ints
+    ends: Ints
+    computed: Ints  # how many tokens are computed; while steps are in flight, it is wrong until `read_computed`
+
+    def __init__(self, contexts: Sequence[Context], replicas: Ints, rows: Ints, places: Ints, every: AllRows) -> None:
         self.contexts: Sequence[Context] = contexts
         self.replicas = replicas  # the index of each request's replica
         self.rows = rows  # the row of each request in its replica
-        # the place of each request in arrays over the rows of all replicas (`AllRows`)
+        # the place of each request in `every`, the arrays over the rows of all replicas
         self.places: Rows = as_run(places)
+        self._every = every
         self._shares: list[Share] = []
         self.unbound = False  # whether some requests have no pages yet; their rows are then not bound to a context
-        self.gather(starts_only=starts_only)
+        # the place of the only request; a call for one request would take a third more time without it
+        self._only = places.item() if len(places) == 1 else -1
+        # `ends` and `starts` of contexts that all count along
+        self._counted: tuple[Ints, Ints] = every.known[self.places], np.zeros(len(places), np.int64)
 
-    def gather(self, *, starts_only: bool = False) -> None:
-        """Read the indices of every context. With `starts_only`, `actives` and `ends` are not read."""
-        contexts, count = self.contexts, len(self.contexts)
-        self.starts: Ints = np.fromiter([context.start_idx for context in contexts], np.int64, count)
-        if count and self.starts[at := int(self.starts.argmin())] < 0:  # a caller's own context may return anything
-            raise InvalidRequestError(f"request {contexts[at].request_id!r}: its start_idx is {self.starts[at]}")
-        self.computed: Ints = self.starts  # while steps are in flight, `computed` is wrong until `read_computed`
+    def refresh(self, *, computed_only: bool = False) -> None:
+        """Get the indices of every request. With `computed_only`, only how many tokens are computed."""
+        every, only, (ends, starts) = self._every, self._only, self._counted
+        if only >= 0:  # then `ends` is a view of `every.known`
+            known = every.known_of[only]
+            starts[0] = known - 1
+            slack, due = every.capacity_of[only] - known, every.commit_at_of[only] - known + 1
+        else:
+            ends = every.known[self.places]
+            np.subtract(ends, ONE, starts)
+            slack = every.slack(self.places, ends)
+            due = every.due(self.places, starts) if computed_only else UNKNOWN
         # A lower bound of the number of tokens by which every request can grow within its pages. Each update subtracts
         # one.
-        self.slack = UNKNOWN
+        self.slack = slack
         # A lower bound of the number of tokens that every request can still compute before the first request fills a
         # page. Each update subtracts one.
-        self.due = UNKNOWN
-        if starts_only:
-            return
-        self.actives: Ints = np.fromiter([context.active_idx for context in contexts], np.int64, count)
-        self.ends: Ints = np.fromiter([context.current_length for context in contexts], np.int64, count)
-        if count == 1:  # comparing two items takes a fifth of the time of comparing two arrays
-            ordered = self.starts.item(0) <= self.actives.item(0) <= self.ends.item(0)
+        self.due = due
+        # Whether all contexts count along, so that none must be read, nor checked again.
+        self.is_counted = slack > -NEVER // 2
+        if self.is_counted:
+            self.actives = self.ends = ends
+            self.starts = self.computed = starts
         else:
-            ordered = not (np.count_nonzero(self.starts > self.actives) or np.count_nonzero(self.actives > self.ends))
-        if not ordered:
-            at = int(((self.starts > self.actives) | (self.actives > self.ends)).argmax())
-            raise InvalidRequestError(
-                f"request {contexts[at].request_id!r}: start {self.starts[at]}, active {self.actives[at]}, end "
-                f"{self.ends[at]} are not ordered within its {self.ends[at]} tokens"
-            )
+            self.gather(computed_only=computed_only)
+
+    def gather(self, *, computed_only: bool = False) -> None:
+        """Read every context that does not count along. With `computed_only`, only how many tokens are computed."""
+        self.slack, self.due, self.is_counted = UNKNOWN, UNKNOWN, False
+        known: Ints = self._every.known[self.places]
+        # the indices of the contexts to be read
+        self._read: list[int] = [0] if self._only >= 0 else (known >= NEVER).nonzero()[0].tolist()
+        of_all = len(self._read) == len(self.contexts)
+        contexts = self.contexts if of_all else [self.contexts[at] for at in self._read]
+        if computed_only:
+            starts = np.array([_computed_of(context) for context in contexts], np.int64)
+            if not of_all:
+                starts, read = known - ONE, starts
+                starts[self._read] = read
+            self.starts = self.computed = starts
+            return
+        numbers = np.array([_indices_of(context) for context in contexts], np.int64).reshape(-1, 3)
+        if not of_all:
+            numbers, read = np.array((known - ONE, known, known)).T, numbers
+            numbers[self._read] = read
+        self.starts, self.actives, self.ends = numbers[:, 0], numbers[:, 1], numbers[:, 2]
+        self.computed = self.starts
+
+    def count_along(self, counters: Sequence[PromptCounter]) -> None:
+        """Let each context that was read, and decodes, count along from now on. Its indices have been checked.
+
+        `counters` has the counter of each replica. A request whose prompt is not fully counted is read again.
+        """
+        every, places = self._every, self.places
+        for at in self._read:
+            context = self.contexts[at]
+            is_open = self.rows.item(at) in counters[self.replicas.item(at)].open
+            if type(context) is TextContext and not is_open:
+                place = at + places.start if isinstance(places, slice) else places.item(at)
+                context.count_along(every.known_of, place)
 
     def read_computed(self) -> None:
         """Read how many tokens of each request are computed.
@@ -118,18 +152,17 @@ class Gathered:
         """
         return None
 
-    def part(self, share: Share) -> BatchState:
-        """Returns the `BatchState` of the requests of one replica."""
-        at, rows = share.at, share.rows
-        starts, actives, ends = self.starts[at], self.actives[at], self.ends[at]
+    def part(self, share: Share) -> tuple[Ints, Longest]:
+        """Returns `start_idx` of each request of one replica, and the maxima over these requests."""
+        at = share.at
+        starts, ends = self.starts[at], self.ends[at]
         if not len(starts):
-            return BatchState(rows, starts, actives, ends, 0, 0, 0)
-        if len(starts) == 1:  # for one request, reading the values takes a tenth of the time of numpy's maxima
-            start, active, end = starts.item(0), actives.item(0), ends.item(0)
-            return BatchState(rows, starts, actives, ends, active - start, active, end)
-        return BatchState(
-            rows, starts, actives, ends, int((actives - starts).max()), int(actives.max()), int(ends.max())
-        )
+            return starts, (0, 0, 0)
+        longest = largest(ends)
+        if self.is_counted:
+            return starts, (1, longest, longest)
+        actives = self.actives[at]
+        return starts, (largest(actives - starts), largest(actives), longest)
 
     def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: AnyLog) -> NDArray[np.uint64]:
         """Returns the digests of pages `firsts[i]` to `lasts[i]` (excluded) of each context in `places`.
@@ -140,14 +173,13 @@ class Gathered:
         at, spans = places.tolist(), list(zip(firsts.tolist(), lasts.tolist(), strict=True))
         hashers = self.hashers(at, hasher_of)
         size = hashers[0].page_size
-        runs = [self.tokens(place)[first * size : last * size] for place, (first, last) in zip(at, spans, strict=True)]
-        if any(last - first != 1 for first, last in spans):
+        if len(at) == 1 or any(last - first != 1 for first, last in spans):
             each = zip(at, hashers, spans, strict=True)
-            digests = np.concatenate([hasher.digests(self.tokens(place), *span) for place, hasher, span in each])
+            found = [hasher.digests(self.tokens(place), *span) for place, hasher, span in each]
             if log.is_read:
-                log.describe((hashers, firsts, lasts, [*map(token_bytes, runs)]))
-            return digests
-        tokens = np.array(runs, np.int32)
+                log.describe((hashers, firsts, lasts, [*map(token_bytes, self._tokens_of(at, spans, size))]))
+            return found[0] if len(found) == 1 else np.concatenate(found)
+        tokens = np.array(self._tokens_of(at, spans, size), np.int32)
         digests = self.digest_pages(at, hashers, firsts.tolist(), tokens)
         log.describe((hashers, firsts, lasts, tokens))
         return digests
@@ -168,6 +200,10 @@ class Gathered:
     def tokens(self, place: int) -> NDArray[np.integer[Any]]:
         context: Context = self.contexts[place]
         return context.tokens
+
+    def _tokens_of(self, at: list[int], spans: list[tuple[int, int]], size: int) -> list[NDArray[np.integer[Any]]]:
+        """Returns the tokens of the pages in each request's span. A page has `size` tokens."""
+        return [self.tokens(place)[first * size : last * size] for place, (first, last) in zip(at, spans, strict=True)]
 
     def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
         return [hasher_of(int(self.replicas[place]), int(self.rows[place]), self.contexts[place]) for place in at]
@@ -198,8 +234,9 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
     """
 
     def __init__(
-        self, contexts: Sequence[Context], replicas: Ints, rows: Ints, places: Ints, page_size: int, owner: object
+        self, contexts: Sequence[Context], replicas: Ints, rows: Ints, places: Ints, every: AllRows, owner: object
     ) -> None:
+        page_size = every.page_size
         self._page_size, self._page_sizes = page_size, np.array(page_size)
         self.owner = owner  # the object that owns the rows (`Claims`)
         # There is one row for each step, with one token for each context. The first `page_size` rows have the last
@@ -212,7 +249,8 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
         self._own = [context for context in contexts if isinstance(context, TextContext)]
         # A subclass with an `update` of its own must see each token.
         self._may_advance = 0 < len(self._own) == len(contexts) and all(map(_updates_alike, self._own))
-        super().__init__(tuple(contexts), replicas, rows, places)
+        super().__init__(tuple(contexts), replicas, rows, places, every)
+        self.gather()
 
     def found_right(self, releases: int, *, unbound: bool) -> None:
         """Record that the batch has the right row of each request.
@@ -237,11 +275,11 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
     def __iter__(self) -> Iterator[Context]:
         return iter(self.contexts)
 
-    def gather(self, *, starts_only: bool = False) -> None:
+    def gather(self, *, computed_only: bool = False) -> None:
         # `_stale` is cleared after all contexts follow this batch. After an interrupt before that, all contexts are
         # read again.
         self._stale = True
-        super().gather(starts_only=starts_only)
+        super().gather(computed_only=computed_only)
         self._begin_log()
         self._hashers = {}
         # The results of `turning`. The key is the position of the first request's newest token within its page. The
@@ -294,24 +332,24 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
             shares = self._turning[at] = shares_at(self.replicas, self.rows, places)
         return shares
 
-    def part(self, share: Share) -> BatchState:
+    def part(self, share: Share) -> tuple[Ints, Longest]:
         at = share.at
         starts = self.starts[at]
         if not self._updated or not len(starts):
             return super().part(share)
         # Each request runs one token, so the maxima are known without a search.
-        ends, behind = self.ends[at], self._behind.get(share.replica)
+        behind = self._behind.get(share.replica)
         if behind is None:
-            behind = self._behind[share.replica] = self._longest - int(ends.max())
+            behind = self._behind[share.replica] = self._longest - int(self.ends[at].max())
         longest = self._longest - behind
-        return BatchState(share.rows, starts, ends, ends, 1, longest, longest)
+        return starts, (1, longest, longest)
 
     @property
     def has_futures(self) -> bool:
         """Whether some requests have a step in flight."""
         return self._futures > 0
 
-    def refresh(self) -> None:
+    def refresh(self, *, computed_only: bool = False) -> None:  # noqa: ARG002 - a batch reads all indices at once
         """Read all contexts again if the caller has changed one of them directly."""
         if self._stale or not self._together:
             self.gather()
@@ -441,6 +479,9 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
         context.append_future(self.computed.item(place), end)
         return 0
 
+    def count_along(self, counters: Sequence[PromptCounter]) -> None:
+        """Do nothing: these contexts follow the batch."""
+
     def lose(self, place: int, end: int) -> None:
         self.catch_up(place, end)
         self._stale = True
@@ -566,6 +607,39 @@ def shares_at(replicas: Ints, rows: Rows, places: Ints) -> list[Share]:
         return [Share(mine.item(0), places, own)]
     of_each = [(replica, mine == replica) for replica in np.unique(mine).tolist()]
     return [Share(replica, places[at], own[at]) for replica, at in of_each]
+
+
+def largest(array: Ints) -> int:
+    """Returns the largest item. For a single item, this takes a tenth of the time of numpy's maximum."""
+    return array.item() if len(array) == 1 else int(array.max())
+
+
+def _indices_of(context: Context) -> ContextIndices:
+    """Returns the indices. Raises `InvalidRequestError` if they are not ordered, as a caller may return anything."""
+    if type(context) is TextContext:
+        return context.indices
+    start, active, end = context.start_idx, context.active_idx, context.current_length
+    if start < 0:
+        _refuse_start(context, start)
+    if not start <= active <= end:
+        raise InvalidRequestError(
+            f"request {context.request_id!r}: start {start}, active {active}, end {end} are not ordered within its "
+            f"{end} tokens"
+        )
+    return start, active, end
+
+
+def _computed_of(context: Context) -> int:
+    if type(context) is TextContext:
+        return context.computed_idx
+    start = context.start_idx
+    if start < 0:
+        _refuse_start(context, start)
+    return start
+
+
+def _refuse_start(context: Context, start: int) -> NoReturn:
+    raise InvalidRequestError(f"request {context.request_id!r}: its start_idx is {start}")
 
 
 def as_run(indices: Ints) -> Rows:

@@ -1,6 +1,7 @@
 """Request contexts: the tokens of a request, the number of tokens that are computed, and the hasher of its pages."""
 
 import uuid
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol, cast
@@ -17,6 +18,8 @@ from kvcache.types import RequestID
 
 _NEW_CAPACITY = 64
 _NO_KEYS: ExtraKeys = ()
+NEVER = 1 << 62
+_NOWHERE = array("q", [0]), 0  # where contexts count that count along in no manager; nobody reads it
 ContextIndices = tuple[int, int, int]
 """`start_idx`, `active_idx` and `end_idx` of a context."""
 FUTURE_TOKEN = -999
@@ -114,7 +117,7 @@ class TextContext:
     """
 
     __slots__ = (
-        *("__weakref__", "_active", "_buffer", "_end", "_flight", "_leader", "_place"),
+        *("__weakref__", "_active", "_buffer", "_counts", "_end", "_flight", "_leader", "_place"),
         *("_start", "hint", "max_length", "named", "prefix_hasher", "request_id"),
     )
 
@@ -137,6 +140,7 @@ class TextContext:
         self._place = 0
         # the first token that the step in flight runs; None if no step is in flight whose token is not known yet
         self._flight: int | None = None
+        self._counts = _NOWHERE  # an array of a manager, and the context's place in it: see `count_along`
         self.prefix_hasher: PrefixHasher | None = None
         # The content of pages depends on tokens, salt and keys. Salt and keys are in one tuple, so that usually one
         # identity test shows that neither has changed.
@@ -239,15 +243,26 @@ class TextContext:
 
     def run_from(self, start: int, active: int) -> None:
         """Set `start_idx` to `start`, and `active_idx` to `active`. The caller ensures `start < active <= end_idx`."""
-        if self._leader is not None:
-            self.leave()
+        self.leave()
         self._start, self._active = start, active
 
-    def decodes_within(self, most: int) -> bool:
-        """Whether the request has exactly one token to run, and at most `most` known tokens."""
-        if self._leader is not None:
-            self._leader.catch_up(self._place, self._end)
-        return self._active - self._start == 1 and self._end <= most
+    def count_along(self, known: "array[int]", place: int) -> None:
+        """Keep the number of known tokens in `known[place]` as long as this context only decodes.
+
+        While it is below `NEVER`, the context has this many tokens, runs the last one, and has only been updated since
+        this call. A manager that has checked the context before this call then needs neither to read nor to check it
+        again. Does nothing if the context runs several tokens, follows a leader, or has a future token.
+        """
+        if self._leader is None and self._flight is None and self._start + 1 == self._active == self._end:
+            self.stop_counting()
+            self._counts = known, place
+            known[place] = self._end
+
+    def stop_counting(self) -> None:
+        """From now on a manager must read the context. Called before any change except `update`."""
+        known, place = self._counts
+        known[place] = NEVER
+        self._counts = _NOWHERE  # set last: no other context gets a place in which this one still counts
 
     def update(self, token: int) -> None:
         """Record the model's result for the active tokens.
@@ -261,18 +276,20 @@ class TextContext:
             self.leave()
         if self._flight is not None:
             self._refuse_future("update")
-        if self._active < self._end:
-            self._start, self._active = self._active, self._end
+        end = self._end
+        if self._active < end:
+            self._start, self._active = self._active, end
             return
         if type(token) is not int or not 0 <= token < 1 << 31:
             token = self._checked_token(token)
-        if self._end >= self.max_length:
+        if end >= self.max_length:
             self._refuse_full()
-        if self._end == len(self._buffer):
+        if end == len(self._buffer):
             self._grow(1)
-        self._buffer[self._end] = token
-        self._start, self._end = self._active, self._end + 1
-        self._active = self._end
+        known, place = self._counts
+        self._buffer[end] = token
+        self._start = end
+        self._active = self._end = known[place] = end + 1
 
     def update_with_future_token(self) -> None:
         """Do the same as `update` while the step that runs the active tokens is in flight (`fetch_ahead`).
@@ -333,13 +350,19 @@ class TextContext:
         self.leave()
         self._start, self._active = 0, self._end
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both are the same object. Never leaves the answer to `other`, whose class may compare otherwise."""
+        return self is other
+
+    __hash__ = object.__hash__
+
     def __getstate__(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         # `tokens` is read first, because this applies the batch's updates. The copied context belongs to no batch.
         tokens = self.tokens.copy()
         if self._flight is not None:
             self._refuse_future("a copy")
         plain, slots = cast("tuple[dict[str, Any] | None, dict[str, Any]]", super().__getstate__())
-        return plain, {**slots, "_buffer": tokens, "_leader": None, "prefix_hasher": None}
+        return plain, {**slots, "_buffer": tokens, "_leader": None, "_counts": _NOWHERE, "prefix_hasher": None}
 
     def fork(self, request_id: RequestID | None = None) -> "TextContext":
         """Returns a context of another request with the same tokens, indices, salt and keys.
@@ -370,7 +393,8 @@ class TextContext:
             leader.catch_up(place, self._end)
 
     def leave(self) -> None:
-        """Apply the leader's updates that this context lacks, and stop following the leader."""
+        """Apply the leader's updates that this context lacks, and stop following the leader. Also stops counting."""
+        self.stop_counting()
         if self._leader is not None:
             self._leader.lose(self._place, self._end)
             # Cleared last. If an interrupt comes before this line, the next call finds no update that the context
@@ -512,6 +536,9 @@ class ReadContext:
             raise InvalidRequestError(
                 f"request {self.request_id!r}: set_token_indices({start}) left start_idx at {self.start_idx}"
             )
+
+    def stop_counting(self) -> None:
+        """Do nothing: only a `TextContext` counts along."""
 
     def reset(self) -> None:
         """Make every known token active, unless the context refuses. `maybe_reserve` moves `start_idx` in any case."""

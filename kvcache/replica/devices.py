@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from kvcache.copies import copy_pages, launching_on, page_rows
 from kvcache.layout import PageLayout, allocate_blocks, scales_of
 from kvcache.pool.pages import PageMoves
-from kvcache.replica.batch import BatchState
-from kvcache.replica.inputs import DeviceTables, HostTables, StepTables, build_inputs
+from kvcache.replica.batch import Longest
+from kvcache.replica.inputs import DeviceTables, HostTables, StepTables, build_inputs, max_lengths
 from kvcache.replica.replica import Replica
-from kvcache.replica.rows import Pages, Rows
+from kvcache.replica.rows import Ints, Pages, Rows
 from kvcache.types import RaggedKVCacheInputs
 from kvcache.unmoved import Unmoved
 
@@ -88,22 +88,27 @@ class PlacedReplica:
         # True on the CPU: there is no stream on which work is launched, and no block table to upload
         self._is_plain = memory.stream is None and not mirrors
 
-    def inputs(self, state: BatchState, num_steps: int, number: int | None = None) -> list[RaggedKVCacheInputs]:
-        """Returns the model's inputs for this batch, one entry for each shard.
+    def inputs(
+        self, rows: Rows, starts: Ints, longest: Longest, num_steps: int, number: int | None = None
+    ) -> list[RaggedKVCacheInputs]:
+        """Returns the model's inputs for these `rows`, one entry for each shard.
 
-        `number` selects the set of step tables in which the lookup tables are built. If `number` is None, the lookup
-        tables are built for a step that is not in flight.
+        `starts` has the number of cached tokens of each row. `number` selects the set of step tables in which the
+        lookup tables are built. If `number` is None, the lookup tables are built for a step that is not in flight.
         """
-        rows, tables = self.replica.rows, self._tables if number is None else self._of_steps[number]
+        own, tables = self.replica.rows, self._tables if number is None else self._of_steps[number]
+        run, context, known = longest
+        columns = -(-(known + num_steps - 1) // self.replica.page_size) if known else 0
+        lengths = max_lengths(run, context, num_steps)
         if self._is_plain:
-            return build_inputs(self._pools, tables, state, self.replica.page_size, num_steps)
+            return build_inputs(self._pools, tables, rows, starts, columns, lengths)
         with self.memory.on_stream():
             if self._mirrored:
-                changed = np.flatnonzero(rows.changed)
+                changed = np.flatnonzero(own.changed)
                 for table in self._mirrored:
                     table.upload_changes(changed)
-                rows.changed[changed] = False
-            return build_inputs(self._pools, tables, state, self.replica.page_size, num_steps)
+                own.changed[changed] = False
+            return build_inputs(self._pools, tables, rows, starts, columns, lengths)
 
     def check(self) -> None:
         """Raise `MovedMemoryError` if any of this replica's memory is no longer at its address."""

@@ -28,7 +28,7 @@ from kvcache.replica.copier import BEFORE_LAST, ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, token_bytes
 from kvcache.replica.replica import Replica
 from kvcache.replica.resume import Reservation
-from kvcache.replica.rows import Pages
+from kvcache.replica.rows import Filled, Pages
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)
 
@@ -567,8 +567,7 @@ def finish_import(
         hasher = replica.hasher(row, context)
         digests = hasher.digests(context.tokens, first, last)
         _describe(replica, hasher, context.tokens, first, last)
-        replica.tier.arrive(np.array([row]))
-        replica.publish_one(row, first, digests)
+        replica.publish(Filled(np.array([row]), np.array([first]), np.array([last]), digests))
     replica.rows.cached[row] = cached
     replica.log.end_call()
     for states in replica.states:

@@ -12,7 +12,6 @@ from kvcache.errors import InvalidRequestError, KVCacheError
 from kvcache.layer_groups import layer_tables
 from kvcache.layout import as_blocks, from_numpy, scales_of, shard_layouts
 from kvcache.params import KVCacheParams
-from kvcache.replica.batch import BatchState
 from kvcache.replica.rows import Ints, Rows
 from kvcache.types import RaggedKVCacheInputs
 from kvcache.unmoved import Unmoved
@@ -114,41 +113,32 @@ class StepTables:
 def build_inputs(
     pools: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
     tables: Sequence[HostTables | DeviceTables | StepTables],
-    state: BatchState,
-    page_size: int,
-    num_steps: int,
+    rows: Rows,
+    starts: Ints,
+    columns: int,
+    lengths: torch.Tensor,
 ) -> list[RaggedKVCacheInputs]:
-    """Returns the inputs of a replica, one entry for each shard.
+    """Returns the inputs of a replica, one entry for each shard: `rows` of its tables, up to column `columns`.
 
-    `pools` has the values and scales of each shard's pages. For an empty batch, the lookup tables have no rows, and
-    `max_lengths` is one row of zeros.
+    `pools` has the values and scales of each shard's pages. `starts` is the number of cached tokens of each request.
+    `lengths` are the `max_lengths`.
     """
-    lengths = max_lengths(state, num_steps)
-    columns = -(-(state.longest + num_steps - 1) // page_size) if state.longest else 0
-    starts = state.starts.astype(np.int32)
+    cached = starts.astype(np.int32)
     return [
-        RaggedKVCacheInputs(
-            blocks=blocks,
-            cache_lengths=device.upload(starts),
-            lookup_table=device.lookup(state.rows, columns),
-            max_lengths=lengths,
-            kv_scales=scales,
-        )
+        RaggedKVCacheInputs(blocks, device.upload(cached), device.lookup(rows, columns), lengths, scales)
         for (blocks, scales), device in zip(pools, tables, strict=True)
     ]
 
 
-def max_lengths(state: BatchState, num_steps: int) -> torch.Tensor:
+def max_lengths(run: int, context: int, num_steps: int) -> torch.Tensor:
     """Returns int32 `[num_steps, 2]`: for each step, the most tokens that any request runs, and the longest context.
 
-    From the second step on, each request runs one token.
+    From the second step on, each request runs one token. If no token runs, the result is one row of zeros.
     """
-    run, context = state.longest_run, state.longest_context
-    if not run:
-        return torch.zeros((1, 2), dtype=torch.int32)
-    if num_steps == 1:
-        return from_numpy(np.array([[run, context]], np.int32))
-    return from_numpy(np.array([[run, context], *([1, context + step] for step in range(1, num_steps))], np.int32))
+    steps = [(run, context)] if run else [(0, 0)]
+    if num_steps > 1 and run:
+        steps += [(1, context + step) for step in range(1, num_steps)]
+    return from_numpy(np.array(steps, np.int32))
 
 
 def increment_cache_lengths(

@@ -418,7 +418,9 @@ class Replica:
         self.tier.arrive(filled)
         counts = lasts - firsts
         flat_rows, columns = filled, firsts
-        if np.count_nonzero(counts == ONE) < len(counts):
+        if len(filled) == 1:  # numpy repeats the row itself
+            columns = np.arange(firsts.item(), lasts.item())
+        elif np.count_nonzero(counts == ONE) < len(counts):
             flat_rows = np.repeat(filled, counts)
             columns = np.arange(len(flat_rows)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
         if len(filled) == 1 or len(set(digests[:, 0].tolist())) == len(digests):
@@ -429,20 +431,6 @@ class Replica:
                 mine = flat_rows == row
                 self._publish(flat_rows[mine], columns[mine], digests[mine])
         self.rows.commit(filled, lasts)
-
-    def publish_one(self, row: int, first: int, digests: NDArray[np.uint64]) -> None:
-        """Do the same as `publish` for one row, in half the time.
-
-        `digests` are the digests of the full pages from column `first` on.
-        """
-        count = len(digests)
-        if count == 1:
-            rows, columns = np.array((row,)), np.array((first,))
-        else:
-            rows, columns = np.empty(count, np.int64), np.arange(first, first + count)
-            rows.fill(row)
-        self._publish(rows, columns, digests)
-        self.rows.commit(row, first + count)
 
     def hasher(self, row: int | None, context: SafeContext) -> PrefixHasher:
         """Returns the request's hasher. The context keeps the hasher, or this object if the context cannot carry it."""

@@ -319,7 +319,7 @@ def step_drafted(
     try:
         for context, _, _, _, goes_on in drafted:
             context.set_token_indices(start_idx=goes_on)
-        gathered.gather(starts_only=True)
+        gathered.gather(computed_only=True)
         step(gathered, settle)
     except BaseException:
         for context, _, _, start, _ in drafted:

@@ -505,14 +505,21 @@ class ReplicaTier(PagesBelow, PageReader):
         self._left.append(load)
         self.poll()  # if the CPU makes the copies, this copy is already over
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether pages or uses wait to reach the host, or copies have begun whose end `poll` has not handled yet."""
+        return bool(self.waiting or self.stores or self._left)
+
     def arrive(self, rows: Rows) -> None:
-        asked = as_rows(rows) if self._loads else np.zeros(0, np.int64)
-        for row in [row for row in self._loads if (asked == row).any()]:
-            for load in self._loads[row]:
-                load.copy.order()
-            # The copies are removed last. So after an interrupt, `arrive` orders them again.
-            self._left += self._loads.pop(row)
-        self.poll()
+        if self._loads:
+            asked = as_rows(rows)
+            for row in [row for row in self._loads if (asked == row).any()]:
+                for load in self._loads[row]:
+                    load.copy.order()
+                # The copies are removed last. So after an interrupt, `arrive` orders them again.
+                self._left += self._loads.pop(row)
+        if self.is_copying:
+            self.poll()
 
     def coming(self, row: int | None = None) -> list[Pages]:
         return [load.pages for load in (self.open_loads if row is None else self._loads.get(row, ()))]

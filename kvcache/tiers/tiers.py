@@ -120,6 +120,8 @@ class Tiers:
 
         The copies take at most the part `share` of the time.
         """
+        if not (self.lower or any(tier.is_copying for tier in self.replicas)):
+            return  # the credit for the time until there is something to copy is added then
         now = self._clock()
         self._credit = min(self._credit + self.share * (now - self._seen), _MOST_CREDIT_S)
         self._seen = now

@@ -1,3 +1,4 @@
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 """Lists everything that a manager knows, as one flat list. If the lists from before and after a call are equal, the
 call has changed nothing.
 """
@@ -18,8 +19,9 @@ from kvcache import PagedKVCacheManager, TextContext
 Books = list[object]
 
 # The comparison leaves these attributes out, because calls may change them without changing the state: the clock,
-# cached answers with their generation, bounds of slabs' ages, and the tables of steps in flight.
-_SKIPPED = {"_seen", "matches", "_credit", "_ages", "_ages_back", "_of_steps"}
+# cached answers with their generation, the last list of contexts, bounds of slabs' ages, and the tables of steps in
+# flight.
+_SKIPPED = {"_seen", "matches", "_credit", "_ages", "_ages_back", "_of_steps", "_listed"}
 _PLAIN = {type(None), bool, int, float, str, bytes}
 _LEFT_OUT = (type, types.FunctionType, types.MethodType, TextContext, torch.Tensor)
 _SHORT = 256  # In bytes. A shorter array is listed with its bytes, a longer array with a hash of its bytes.

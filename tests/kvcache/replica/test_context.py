@@ -1,3 +1,4 @@
+# pyright: reportAttributeAccessIssue=false, reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
 from __future__ import annotations
 
 import copy
@@ -425,7 +426,6 @@ READS: dict[str, tuple[Callable[[TextContext], object], object]] = {
     "end_idx": (lambda context: context.end_idx, 3),
     "active_length": (lambda context: context.active_length, 1),
     "indices": (lambda context: context.indices, (2, 3, 3)),
-    "decodes_within": (lambda context: [context.decodes_within(most) for most in (2, 3)], [False, True]),
 }
 
 
@@ -460,14 +460,6 @@ def test_a_context_that_is_changed_has_caught_up_and_left_its_leader(change: str
     CHANGES[change](context)
     assert leading.lost == [(5, 2)]
     assert context.tokens.tolist()[:3] == [1, 2, 3]
-
-
-def test_a_request_decodes_if_exactly_one_token_runs() -> None:
-    context = TextContext(range(3), 9)
-    assert not context.decodes_within(9)
-    context.update(3)
-    assert [context.decodes_within(most) for most in (3, 4, 5)] == [False, True, True]
-    assert TextContext([7], 9).decodes_within(1)
 
 
 def test_a_batch_reads_the_salt_and_the_keys_of_a_request_again_after_a_change(make: Any) -> None:

@@ -22,30 +22,25 @@ def counter() -> PromptCounter:
     return PromptCounter(rows)
 
 
-def run(count: PromptCounter, row: int, start: int, end: int, *, alone: bool) -> None:
-    if not alone:
-        count.run(np.array([row]), np.array([start]), np.array([end]))
-    elif row in count.open:
-        count.run_one(row, start, end)
+def run(count: PromptCounter, row: int, start: int, end: int) -> None:
+    count.run(np.array([row]), np.array([start]), np.array([end]))
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_a_prompt_token_that_ran_is_not_counted_again_when_it_is_found(alone: bool) -> None:
+def test_a_prompt_token_that_ran_is_not_counted_again_when_it_is_found() -> None:
     count = counter()
     count.admit(1, 12)
-    run(count, 1, 0, 8, alone=alone)
+    run(count, 1, 0, 8)
     assert (count.ran, count.found, count.open) == (8, 0, {1})
     count.hit(1, 0, 8)  # The request was set back to its first token.
     assert (count.ran, count.found) == (8, 0)
     count.hit(1, 4, 10)
     assert (count.ran, count.found) == (8, 2)
-    run(count, 1, 0, 12, alone=alone)
+    run(count, 1, 0, 12)
     assert (count.ran, count.found, count.open) == (10, 2, set())
 
 
-@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_a_request_does_each_token_of_its_prompt_is_counted_once(seed: int, alone: bool) -> None:
+def test_whatever_a_request_does_each_token_of_its_prompt_is_counted_once(seed: int) -> None:
     """A token is counted when it runs or is found, whichever comes first.
 
     Tokens after the prompt and tokens of other rows are not counted.
@@ -61,7 +56,7 @@ def test_whatever_a_request_does_each_token_of_its_prompt_is_counted_once(seed: 
             count.hit(2, start, end)
         else:
             count.admit(2, prompt)
-            run(count, 2, start, end, alone=alone)
+            run(count, 2, start, end)
         # Each token before `start` was counted earlier, because a request never runs ahead of its cached tokens.
         for token in range(end):
             by_hand.setdefault(token, "found" if step % 2 else "ran")

@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportPrivateUsage=false, reportUnknownMemberType=false
 """The host tier: an evicted page costs only a copy, and no request reads a page before its copy has arrived."""
 
 from __future__ import annotations
@@ -461,7 +462,10 @@ BREAKS: dict[str, tuple[Callable[[ReplicaTier], Any], str]] = {
     "a load without a writer": (lambda t: t.pool.drop_writer(t.open_loads[0].pages), "writers"),
     "a page marked for nothing": (lambda t: t.storing.__setitem__(~t.storing, True), "page 0 must be both marked"),
     "a page queued twice": (lambda t: t.waiting.append(t.waiting[0]), "2 times"),
-    "a page queued by another name": (lambda t: t.waiting[0][1].__setitem__((0, 0), 7), "has got other contents"),
+    "a page queued by another name": (
+        lambda t: t.waiting.appendleft((t.waiting.popleft()[0], np.full((1, 4), 7, np.uint64))),
+        "has got other contents",
+    ),
 }
 
 
