@@ -347,7 +347,7 @@ def test_the_linger_of_a_socket_is_in_milliseconds() -> None:
             name, _ = bound.recv_multipart()
             bound.setsockopt(zmq.ROUTER_MANDATORY, 1)
             accepted = 0
-            while bound.poll(50, zmq.POLLOUT) and accepted < 3000:
+            while bound.poll(1000, zmq.POLLOUT) and accepted < 3000:
                 try:
                     bound.send_multipart([name, bytes(10_000)], zmq.DONTWAIT)
                     accepted += 1
