@@ -38,9 +38,10 @@ class Claims:
         # context itself, which is thereby kept alive. Otherwise the key is a tuple with the context's `id`.
         self.bound: dict[object, int] = {}
         self._contexts: dict[int, Context] = {}  # by place
-        # The contexts of the last list, all of class `TextContext`, and their requests: a loop often passes the same
-        # contexts again. Comparing two lists of the same objects takes a tenth of the time of one lookup an object.
-        self._listed: tuple[list[Context], Gathered] | None = None
+        # The contexts of the last list, all of class `TextContext`, their requests, and `_releases` at that time. Loops
+        # often pass the same contexts again, and comparing two lists of the same objects takes a tenth of the time of
+        # one lookup an object.
+        self._listed: tuple[list[Context], Gathered, int] | None = None
 
     def free_at(self, request_id: RequestID, replica_idx: int | None) -> int:
         """Returns the index of the replica on which to claim a new request. Raises if that replica has no free row.
@@ -92,7 +93,7 @@ class Claims:
         """Returns the requests of a call as arrays. If `batch` is a `Batch`, refreshes `batch` and returns it."""
         last = self._listed
         kind: type = type(batch)  # checked exactly, because a subclass could return another item at each access
-        if last is not None and kind is list and last[0] == batch:
+        if last is not None and kind is list and last[2] == self._releases and last[0] == batch:
             gathered = last[1]
         elif isinstance(batch, Batch):
             if batch.checked_at != self._releases or batch.unbound or batch.owner is not self:
@@ -103,7 +104,7 @@ class Claims:
             gathered = Gathered(tuple(contexts), replicas, rows, places, self._rows)
             gathered.unbound = unbound
             if not unbound and {*map(type, gathered.contexts)} == {TextContext}:
-                self._listed = [*gathered.contexts], gathered
+                self._listed = [*gathered.contexts], gathered, self._releases
         is_step = call == "step"
         gathered.refresh(computed_only=is_step)
         if is_step and self._steps and not (gathered.is_counted or gathered is batch):
@@ -138,7 +139,6 @@ class Claims:
 
     def _free(self, request_id: RequestID, place: int, context: TextContext | ReadContext | None) -> None:
         replica, _, row = self._at(place)
-        self._listed = None
         if context is not None:
             context.stop_counting()
         replica.release(row, context)

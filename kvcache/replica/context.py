@@ -260,6 +260,8 @@ class TextContext:
 
     def stop_counting(self) -> None:
         """From now on a manager must read the context. Called before any change except `update`."""
+        if self._counts is _NOWHERE:
+            return
         known, place = self._counts
         known[place] = NEVER
         self._counts = _NOWHERE  # set last: no other context gets a place in which this one still counts
