@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """What does `pagewire top` cost the loop that it watches, that loop's process, and itself?
 
 A loop decodes all of its requests, and replaces one of them by a new prompt in every 16th step. All other pages of its

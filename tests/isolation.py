@@ -1,4 +1,3 @@
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false, reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Checks after each test and each test file that the state of the process is the same as before, so that no test can
 affect another test.
 """

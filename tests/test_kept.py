@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """Reads the stored bytes of each version of each format.
 
 A change that cannot read these bytes needs a new version of the format. `python -m tests.test_kept` writes the bytes of

@@ -1,4 +1,3 @@
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnusedImport=false
 """A vLLM engine with our connector as a program on a host: `python -m tests.hosts.connected ROLE ADDRESS FOLDER TP`.
 
 It runs in the environment of the tests of vLLM's schedulers and workers.

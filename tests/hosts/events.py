@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """A manager that publishes KV events, or a router that follows them: `python -m tests.hosts.events NAME ADDRESS KEYS`.
 
 The process named `publisher` has the manager. It listens on `PORTS`, also after its host has come back. A process with

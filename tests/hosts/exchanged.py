@@ -1,4 +1,3 @@
-# pyright: reportDeprecated=false, reportUnknownMemberType=false
 """A manager and its exchange as a program on a host: `python -m tests.hosts.exchanged NAME ADDRESS`."""
 
 import os

@@ -1,4 +1,3 @@
-# pyright: reportDeprecated=false
 """`pagewire serve` on three hosts: a front, a prefill and a decode process, and prompts for them."""
 
 import itertools

@@ -1,4 +1,3 @@
-# pyright: reportDeprecated=false
 """Hosts on one machine.
 
 Each host has its own network, name and shared memory, and a link that can be cut and slowed. A host is a network

@@ -1,4 +1,3 @@
-# pyright: reportDeprecated=false
 """Two hosts, each with a manager and its exchange, and control over the link between them."""
 
 import itertools

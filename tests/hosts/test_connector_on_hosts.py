@@ -1,4 +1,3 @@
-# pyright: reportDeprecated=false
 """vLLM's schedulers and workers on two hosts, with our connector, while the link between them is cut."""
 
 import itertools

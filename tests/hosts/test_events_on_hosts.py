@@ -1,4 +1,3 @@
-# pyright: reportDeprecated=false
 """KV events go from one host to a router on another host. Links are cut, and hosts lose power."""
 
 import time

@@ -1,4 +1,3 @@
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 """Lists everything that a manager knows, as one flat list. If the lists from before and after a call are equal, the
 call has changed nothing.
 """

@@ -10,7 +10,6 @@ without reading the random model (`random_model`), so that the two do not share 
 """
 
 # torch has no types for numpy arrays and for `tolist`.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
 from collections import Counter

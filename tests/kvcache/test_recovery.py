@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """`recover` releases every request. Cached pages, leases, imports and steps in flight go on, whatever was interrupted.
 
 Each call is interrupted at many bytecodes, with every kind of layers, with tiers, replicas and events.

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """After `reset_prefix_cache`, nobody finds a page or state of before, whoever holds it, and none is published later.
 
 Requests, leases and imports of before go on with their own pages.

@@ -1,4 +1,3 @@
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """Steps in flight: until a step ends, its tables stay valid, and no other request gets its pages."""
 
 from __future__ import annotations

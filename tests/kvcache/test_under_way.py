@@ -1,4 +1,3 @@
-# pyright: reportArgumentType=false
 """Tests the manager's flag of a call in progress: the calls that the flag lets in, and the refusal of other calls."""
 
 from __future__ import annotations

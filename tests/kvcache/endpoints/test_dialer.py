@@ -1,4 +1,3 @@
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """ZMQ sockets reach names of both IP families, over whichever address answers.
 
 The names are looked up by a stand-in for `socket.getaddrinfo`, because a test may not name the hosts of its machine.

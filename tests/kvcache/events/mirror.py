@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """A subscriber that behaves like a router: it follows the stream of a rank, and asks for a replay if a message is
 missing.
 """

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 """A subscriber knows exactly the contents of the manager's indexes, whatever happens to the subscriber or the
 manager.
 """

@@ -1,4 +1,3 @@
-# pyright: reportAttributeAccessIssue=false
 """Slabs without cached states and without movable pages. Also the records of slabs after an interrupt or a fault."""
 
 from __future__ import annotations

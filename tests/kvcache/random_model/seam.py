@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """The model's access to a manager's internals. If they change, only this file of the model needs to change."""
 
 from __future__ import annotations

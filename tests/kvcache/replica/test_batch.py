@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
 """A batch that is updated in arrays gives the same results as the plain calls, even if its contexts are also changed by
 other calls.
 """

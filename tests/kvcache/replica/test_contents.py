@@ -1,4 +1,3 @@
-# pyright: reportIncompatibleMethodOverride=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
 """Pages by content: the pages that a replica leases to a reader, and the pages that it loads from lower tiers for the
 reader.
 """

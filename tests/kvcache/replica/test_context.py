@@ -1,4 +1,3 @@
-# pyright: reportAttributeAccessIssue=false, reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
 from __future__ import annotations
 
 import copy

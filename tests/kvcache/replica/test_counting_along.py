@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 """A manager does not read the contexts of a list again while they only decode. Every other change of a context, of its
 row, or of the list must be noticed.
 """

@@ -1,4 +1,3 @@
-# pyright: reportAttributeAccessIssue=false, reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Block tables of windows and of chunks: the pages that a request holds and gives back, and the number of a prompt's
 tokens that are found.
 """

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false, reportUnknownArgumentType=false
 """A row counts each token of a prompt once: either as a token that ran or as a token that was found."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """After a cancelled import, the request computes its tokens itself. It must not overwrite a page that other requests
 hold or can find.
 """

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Hints and quotas also apply to the copies of states that a prefix needs. The states may share memory with pages or
 have separate memory.
 """

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 """Passing copies of states, which follow their requests. The copies of one step replace all earlier passing copies at
 once.
 """

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """Tests the states of a replica's rows."""
 
 from __future__ import annotations

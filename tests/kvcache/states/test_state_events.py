@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """A reader of the KV events of a manager with recurrent states can tell how much of a prefix the manager would find."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 import numpy as np
 import pytest
 import torch

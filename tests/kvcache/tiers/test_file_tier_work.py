@@ -1,4 +1,3 @@
-# pyright: reportIncompatibleMethodOverride=false, reportPrivateUsage=false, reportUnknownLambdaType=false
 """The work of a file tier's two threads: what begins it, what its results change, and what ends it."""
 
 from __future__ import annotations

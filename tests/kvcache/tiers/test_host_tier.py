@@ -1,4 +1,3 @@
-# pyright: reportArgumentType=false, reportPrivateUsage=false, reportUnknownMemberType=false
 """The host tier: an evicted page costs only a copy, and no request reads a page before its copy has arrived."""
 
 from __future__ import annotations

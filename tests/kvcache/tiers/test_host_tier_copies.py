@@ -1,4 +1,3 @@
-# pyright: reportAttributeAccessIssue=false
 """Copies between a device and the host that end some time after their begin, as the copies of a GPU do."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# pyright: reportIncompatibleMethodOverride=false, reportPrivateUsage=false
 """Tests the jobs that a lower tier gives to its threads. The tier takes results in order. The slots of a job become
 free whatever the result is.
 """

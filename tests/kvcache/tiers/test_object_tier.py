@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """The object tier: pages outlive processes and folders. Any fault in the store leads only to misses, in
 bounded time.
 """

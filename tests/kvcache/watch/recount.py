@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """Finds the state of each page of a manager from its rows, leases, imports and eviction order.
 
 Tests compare these states with the states that `kvcache.watch` reports to `pagewire top`.

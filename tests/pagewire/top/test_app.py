@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """Every view of `pagewire top`, without a terminal, over real watches of real managers. Textual's pilot drives it."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# pyright: reportMissingTypeStubs=false, reportPrivateUsage=false
 """What real routers and our front count of a prompt that a server has cached: the table in `docs/guides/routers.md`.
 
 `python -m tests.scheduler_adapters.front.routers` measures it, and writes `routers.json` beside this file. Then

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false, reportUnknownLambdaType=false
 """The front learns from the KV events of real managers which processes have a prompt's pages, and asks these
 processes.
 """

@@ -1,4 +1,3 @@
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """Recurrent layers over several replicas. Each replica has the states of its own requests, and the tokens are equal."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# pyright: reportPossiblyUnboundVariable=false, reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """`pagewire top` shows the pages, phases, leases and pulls that a real service has."""
 
 from __future__ import annotations
