@@ -150,7 +150,7 @@ class Claims:
     def claim_anew(self, request_id: RequestID, replica_idx: int) -> int:
         """Free the pages of a request that has no leases, and claim the request again. Returns its new row."""
         # a copy of a state to the device may hold the state page that the new claim needs
-        self._replicas[replica_idx].finish_state_loads()
+        self._replicas[replica_idx].kept.finish_loads()
         self._free(request_id, *self.leaving(request_id))
         return self.claim(request_id, replica_idx)
 

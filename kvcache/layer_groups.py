@@ -56,6 +56,11 @@ class LayerGroup:
             raise refusal("layers", self.layers, _NEEDED)
 
     @property
+    def name(self) -> str:
+        """The kind in `BlockTable.kinds`: "full", or the kind and its number of tokens, such as "window 1024"."""
+        return self.kind if self.keeps_all else f"{self.kind} {self.window}"
+
+    @property
     def keeps_all(self) -> bool:
         """Whether every query sees all tokens before it. A request then needs pages for all known tokens."""
         return self.kind == "full"
@@ -128,9 +133,8 @@ class LayerTables(NamedTuple):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Returns the kind of each table: "full", or the kind and its number of tokens, such as "window 1024"."""
-        groups = (table.group for table in self.tables)
-        return tuple(one.kind if one.kind == "full" else f"{one.kind} {one.window}" for one in groups)
+        """Returns the name of each table's kind."""
+        return tuple(table.group.name for table in self.tables)
 
     @property
     def kinds_named(self) -> tuple[str, ...]:

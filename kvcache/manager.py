@@ -555,7 +555,7 @@ class PagedKVCacheManager(Uncopied):
     @property
     def states(self) -> tuple[StatePages, ...]:
         """The states of each replica's recurrent layers, with `hits` and `evictions`; empty without such layers."""
-        return tuple(states.pages for states in self._replicas.states)
+        return tuple(self._replicas.states)
 
     @property
     def further_groups(self) -> list[tuple[StatePages, ...]]:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache.endpoints.publisher import EventPublisher
-from kvcache.errors import InvalidRequestError, InvariantError
+from kvcache.errors import InvariantError
 from kvcache.events.log import FILES, HOST, AnyLog, NoLog, Watched
 from kvcache.events.wire import CacheSpec, spec_of
 from kvcache.layer_groups import LayerTables
@@ -23,9 +23,10 @@ from kvcache.replica.batch import UNKNOWN, Batch, Gathered, Share
 from kvcache.replica.context import Context, SafeContext, hasher_of, read_context
 from kvcache.replica.devices import PageMemory, PlacedReplica, ReplicaPageMoves
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
-from kvcache.replica.replica import Replica
+from kvcache.replica.kept import Kept
+from kvcache.replica.replica import MakeKept, Replica
 from kvcache.replica.resume import Found
-from kvcache.replica.row_states import step_drafted
+from kvcache.replica.row_states import RowStates, step_drafted
 from kvcache.replica.rows import AllRows, BlockRows, Filled, Ints, rows_at
 from kvcache.sizing import Needs, Sizes
 from kvcache.states.state_memory import room_apart, room_in_slabs, state_layouts
@@ -47,31 +48,32 @@ def place_replicas(
     rows = sizes.max_batch_size // len(devices)
     room = divide_tiers(params, len(layouts))
     every = AllRows(len(devices), rows, page_size, caching=params.enable_prefix_caching)
-    placed = list[PlacedReplica]()
+    placed, states = list[PlacedReplica](), list[StatePages]()
     for group in devices:
         pinned = any(device.type == "cuda" for device in group)
         block_rows = BlockRows(every, len(placed), sizes.max_seq_len, tables.groups, pinned=pinned)
         order = order_of(params, pages)
         memory = PageMemory(layouts, pages, group, stream)
-        if params.states is None:
-            replica = Replica(params, tables, block_rows, PagePool(pages, words, order), mark)
-        elif slab_pages:
-            pool = SlabPool(pages, words, slab_pages, order)
-            states = StatePages(params.states, room_in_slabs(params.states, pool, memory.rows), mark)
-            replica = Replica(params, tables, block_rows, pool, mark, [states])
+        pool = SlabPool(pages, words, slab_pages, order) if slab_pages else PagePool(pages, words, order)
+        make_kept: MakeKept = Kept
+        if params.states is not None:
+            if isinstance(pool, SlabPool):
+                state_room = room_in_slabs(params.states, pool, memory.rows)
+            else:
+                state_room = room_apart(params.states, params.states_apart(rows), group, words)
+            states.append(StatePages(params.states, state_room, mark))
+            make_kept = functools.partial(RowStates, states[-1], params)
+        replica = Replica(params, tables, block_rows, pool, mark, make_kept)
+        if slab_pages:
             pool.moves = ReplicaPageMoves(replica, functools.partial(memory.copy_pages_of, memory))
-        else:
-            apart = room_apart(params.states, params.states_apart(rows), group, words)
-            states = StatePages(params.states, apart, mark)
-            replica = Replica(params, tables, block_rows, PagePool(pages, words, order), mark, [states])
         set_policy(replica, params)
         placed.append(PlacedReplica(replica, memory))
     of_states = state_layouts(params.states, len(layouts))
     every_layout = [*layouts, *chain.from_iterable(kinds.values() for kinds in of_states)]
     fingerprint = replica_fingerprint(every_layout, tables.described() if params.groups else "")
     tiers = page_tiers(params, room, layouts, placed, stream, tables)
-    below_states = state_tiers(params, room, layouts, [one.pages for place in placed for one in place.replica.states])
-    replicas = Replicas(placed, every, params, (tiers, below_states), fingerprint)
+    below_states = state_tiers(params, room, layouts, states)
+    replicas = Replicas(placed, every, params, (tiers, below_states), states, fingerprint)
     if params.kv_events is not None and params.enable_prefix_caching:
         replicas.publish_events(params.kv_events, params, tables)
     return replicas
@@ -123,6 +125,7 @@ class Replicas:
         rows: AllRows,
         params: KVCacheParams,
         tiers: tuple[Tiers | None, Tiers | None],
+        states: list[StatePages],
         fingerprint: str,
     ) -> None:
         self.placed = placed
@@ -132,8 +135,8 @@ class Replicas:
         self.tiers, self.state_tiers = tiers  # the tiers below the token pages, and below recurrent states
         self._all_tiers = [one for one in tiers if one is not None]
         self.each: list[Replica] = [place.replica for place in placed]
-        # The recurrent states of each replica; empty for a model without recurrent layers.
-        self.states = [states for replica in self.each for states in replica.states]
+        self.states = states  # of each replica; empty for a model without recurrent layers
+        self._kept = [replica.kept for replica in self.each]
         self.steps = StepsInFlight(placed)
         self.mark = self.each[0].mark  # the mark of the call that is changing the state of all replicas
         self._most = self.each[0].max_seq_len
@@ -141,13 +144,12 @@ class Replicas:
         self._events: EventPublisher | None = None
         self.event_endpoints: list[tuple[str, str | None]] = []  # the addresses of each replica's KV events and replays
         self._log: AnyLog = NoLog()  # records the changes that are reported as events, and the tokens of new pages
+        self._in_slabs = self.each[0].pool.beside > 0  # whether pages move to make room for slabs
 
     @property
     def metrics(self) -> KVCacheMetrics:
         """The counters over all replicas since the replicas were made."""
         below = sum((tiers.metrics for tiers in self._all_tiers), KVCacheMetrics())
-        for states in self.states:
-            below += KVCacheMetrics(state_hits=states.pages.hits, state_evictions=states.pages.pool.evictions)
         return sum((replica.metrics for replica in self.each), below)
 
     def admission(self, context: SafeContext, num_steps: int = 1) -> Admission:
@@ -229,12 +231,8 @@ class Replicas:
 
     def fetch_ahead(self, gathered: Gathered, num_steps: int) -> StepInFlight:
         """Do the same as `fetch`, but in separate tables, which stay unchanged until the step has ended."""
-        if self.states:
-            raise InvalidRequestError(
-                f"fetch_ahead of {len(gathered.contexts)} requests: a step overwrites the recurrent states of the "
-                "previous step, so the steps of this model cannot overlap: call fetch"
-            )
         count = len(gathered.contexts)
+        self._kept[0].refuse_overlap(count)
         number = self.steps.free_tables(count)
         step = StepInFlight(self.steps, number, count, self.fetch(gathered, num_steps, number))
         self.mark.call = Call("fetch_ahead", functools.partial(self.steps.end, step))
@@ -294,9 +292,9 @@ class Replicas:
 
         `settle` is given if some requests have drafted tokens. It is called after the pages were published.
         """
-        for states in self.states:
-            if settle is None and states.pages.drafted:
-                step_drafted(self.states, gathered, self.step)
+        for kept in self._kept:
+            if kept.drafted and settle is None:
+                step_drafted(self._kept, gathered, self.step)
                 return
         computed = gathered.computed
         # a request may have run beyond its pages
@@ -311,10 +309,10 @@ class Replicas:
             full = self._publish(gathered)
         if settle is not None:
             settle()
-        for share in gathered.split(len(self.each)) if self.states else ():
+        for share in gathered.split(len(self.each)) if self._in_slabs else ():
             self.each[share.replica].pool.moves.stepped(share.rows)
-        for share, pages in full if self.states else ():
-            self.states[share.replica].keep(pages)
+        for share, pages in full:
+            self._kept[share.replica].computed(pages)
         self.mark.call = None
 
     def _publish(self, gathered: Gathered) -> list[tuple[Share, Filled]]:
@@ -357,7 +355,7 @@ class Replicas:
         specs = [spec_of(table.group, params) for table in tables.tables] + [CacheSpec("mamba")] * bool(self.states)
         count, last = len(tables.tables), len(specs) - 1
         watched = [Watched(replica.pool.index, at * len(specs), count) for at, replica in enumerate(self.each)]
-        watched += [Watched(one.pages.pool.index, at * len(specs) + last, 1) for at, one in enumerate(self.states)]
+        watched += [Watched(one.pool.index, at * len(specs) + last, 1) for at, one in enumerate(self.states)]
         for tiers, first, of in ((self.tiers, 0, count), (self.state_tiers, last, 1)):
             if tiers is not None:
                 watched.append(Watched(tiers.host.pool.index, HOST * len(specs) + first, of))

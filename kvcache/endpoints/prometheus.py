@@ -51,13 +51,13 @@ def _pages(all_of: Replicas) -> Iterator[Sample]:
 
 def _states(all_of: Replicas) -> Iterator[Sample]:
     for number, states in enumerate(all_of.states):
-        yield (number, "held"), states.pages.num_held
-        yield (number, "idle"), states.pages.pool.idle.count
+        yield (number, "held"), states.num_held
+        yield (number, "idle"), states.pool.idle.count
 
 
 def _of_states(read: Callable[[StatePages], float]) -> Callable[[Replicas], Iterator[Sample]]:
     """Returns a function that reads one figure of each replica's recurrent states, if the model has any."""
-    return lambda all_of: (((number,), read(states.pages)) for number, states in enumerate(all_of.states))
+    return lambda all_of: (((number,), read(states)) for number, states in enumerate(all_of.states))
 
 
 def _quarantined(replica: Replica) -> int:

@@ -16,7 +16,6 @@ def order_of(params: KVCacheParams, num_pages: int) -> EvictionOrder | None:
 def set_policy(replica: Replica, params: KVCacheParams) -> None:
     """Give a new replica the policy for hints and quotas. Without prefix caching there are no idle pages to order."""
     if params.enable_prefix_caching:
-        states = [one.pages for one in replica.states]
         replica.hints = ReplicaHints(
-            replica.tables, replica.hasher, replica.published_digests, replica.salt, params, states
+            replica.tables, replica.hasher, replica.published_digests, replica.salt, params, replica.kept.pools
         )

@@ -16,12 +16,12 @@ from kvcache.policies.hinted_order import HintedOrder
 from kvcache.policies.quotas import QuotaOrder, TenantQuotas
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.journal import PageReader
+from kvcache.pool.pages import PagePool
 from kvcache.replica.context import HasherOfRow, SafeContext
 from kvcache.replica.policy import ReplicaPolicy, Words
 from kvcache.replica.rows import Ints, Pages
 from kvcache.replica.tables import RowTables
 from kvcache.retention import LEVEL_OF, NEUTRAL, PageHints, page_hints
-from kvcache.states.state_pages import StatePages
 
 
 class ReplicaHints(ReplicaPolicy, PageReader):
@@ -47,7 +47,7 @@ class ReplicaHints(ReplicaPolicy, PageReader):
         digests_of: Callable[[int, SafeContext], Digests],
         salt_of: Callable[[int], str | None],
         params: KVCacheParams,
-        states: Sequence[StatePages],
+        copies: Sequence[PagePool],
     ) -> None:
         self._tables = tables
         self._rows, self._pool = rows, pool = tables.rows, tables.pool
@@ -61,7 +61,7 @@ class ReplicaHints(ReplicaPolicy, PageReader):
         # follow them.
         self._has_own = params.eviction_order is not None
         self._most_hinted = 0.0 if self._has_own else params.max_hint_share
-        self._of_states = [StateHints(pages, pool.beside) for pages in states]
+        self._of_copies = [StateHints(one, pool.beside) for one in copies]
         # For each row, three numbers of prompt pages: the pages that the baseline with plain LRU has found, the pages
         # that the baseline with hints has found, and the pages that were looked up.
         self._expected: dict[int, tuple[int, int, int]] = {}
@@ -150,8 +150,8 @@ class ReplicaHints(ReplicaPolicy, PageReader):
         self._found = [0] * len(self._found)
         if self._quotas:
             self._quotas.clear()
-        for states in self._of_states:
-            states.clear()
+        for copies in self._of_copies:
+            copies.clear()
 
     def leave(self, row: int, context: SafeContext | None) -> None:
         """Record that the row is about to be released.
@@ -180,9 +180,9 @@ class ReplicaHints(ReplicaPolicy, PageReader):
             self._learn(row, context, digests[:, 0], hints, found)
             order.hint(pages, hints and hints.of(columns))
         self._pool.release(pages)
-        for states in self._of_states if len(digests) and not self._has_own else ():
+        for copies in self._of_copies if len(digests) and not self._has_own else ():
             resumed_at = [*of_ranges, (self._rows.prompt.item(row) - 1) // size, len(digests)]
-            states.leave(self._salt_of(row), digests, hints, resumed_at, self.share)
+            copies.leave(self._salt_of(row), digests, hints, resumed_at, self.share)
 
     def _learn(self, row: int, context: SafeContext, words: Words, hints: PageHints | None, found: int) -> None:
         """Update the baselines for a row that releases pages. `words` has the first word of the digest of each page.
@@ -260,8 +260,8 @@ class ReplicaHints(ReplicaPolicy, PageReader):
         self._begin_states()
 
     def _begin_states(self) -> None:
-        for states in self._of_states:
-            states.begin(self._quotas)
+        for copies in self._of_copies:
+            copies.begin(self._quotas)
 
 
 class StateHints:
@@ -284,9 +284,9 @@ class StateHints:
     enough to measure how useful hints are.
     """
 
-    def __init__(self, pages: StatePages, slab_pages: int) -> None:
+    def __init__(self, pool: PagePool, slab_pages: int) -> None:
         self._slab_pages = slab_pages  # the number of pages of a slab; 0 if states have separate memory
-        self._pool = pages.pool
+        self._pool = pool
         self._quotas: TenantQuotas | None = None
 
     def begin(self, quotas: TenantQuotas | None) -> None:

@@ -86,11 +86,13 @@ class PageCopy(NamedTuple):
 
 
 _NOTHING = PageCopy((), (), (0, 0))
+_NO_PAGES: Pages = np.zeros(0, np.int32)
+OTHER_PAGES = "names other pages than the earlier table of this import"
 
 
 @dataclass(eq=False, slots=True)
 class ImportPart:
-    """The part of a `PendingImport` for one block table of a request, or for its recurrent state."""
+    """The part of a `PendingImport` for one block table of a request."""
 
     first: int  # the first token to copy; this manager already has the earlier tokens that this block table needs
     # The ids of this manager's pages, beginning with the page of token `first`. The transfer owns these pages until the
@@ -99,12 +101,30 @@ class ImportPart:
     # True for layers with a window. The pages of these layers are copied only at the end, because the source may free
     # pages while the prompt runs.
     at_end: bool = False
-    # True for a recurrent state. `dst_pages` is then one page of the pool of states, for the whole request.
-    is_state: bool = False
     # The ids of the other manager's pages. Like `dst_pages`, they begin with the page of token `first`.
     src_pages: Pages = field(default_factory=lambda: np.zeros(0, np.int32))
     stop: int = 0  # all tokens before this token can be copied now
     taken: int = 0  # the copier has taken all tokens before this token
+
+    @property
+    def needs_copy(self) -> bool:
+        """Whether any page has to be copied from the other manager."""
+        return self.first < self.stop
+
+    @property
+    def needs_last(self) -> bool:
+        """Whether only the last table names all pages."""
+        return self.at_end
+
+    @property
+    def written(self) -> Pages:
+        """The token pages that the copy overwrites: int32 `[pages]`."""
+        return self.dst_pages
+
+    @property
+    def besides(self) -> Pages:
+        """The pages besides token pages that the copy overwrites: int32 `[pages]`."""
+        return _NO_PAGES
 
     def named(self, pages: tuple[int, ...], num_tokens: int, page_size: int) -> Pages | None:
         """Returns the other manager's pages to copy.
@@ -112,11 +132,6 @@ class ImportPart:
         Earlier tables have named some of these pages. The new table names `pages`. Returns None in three cases: the new
         table leaves out a page that no earlier table named; it contradicts an earlier table; or a page occurs twice.
         """
-        if self.is_state:
-            if not pages:  # only the last table names the state
-                return self.src_pages
-            new = np.array(pages, np.int32)
-            return new if not len(self.src_pages) or np.array_equal(new, self.src_pages) else None
         if self.first >= num_tokens:
             return self.src_pages
         begin, first, known = -(-num_tokens // page_size) - len(pages), self.first // page_size, self.src_pages
@@ -151,6 +166,67 @@ class ImportPart:
         token, self.taken = max(self.first, self.taken), self.stop
         return self.copy_from(token, page_size, src_page_size)
 
+    def copy_of(self, table: BlockTable, pages: tuple[int, ...], pending: "PendingImport") -> PageCopy:
+        """Returns what can be copied from the manager that made `table`, which names `pages` for this part."""
+        begin = (-(-table.num_tokens // table.page_size) - len(pages)) * table.page_size
+        token, stop = max(self.first, begin), min(self.stop, table.num_tokens)
+        if token >= stop:
+            return _NOTHING
+        dst = self.dst_pages[token // pending.page_size - self.first // pending.page_size :]
+        return PageCopy(dst, np.array(pages[(token - begin) // table.page_size :], np.int32), (token, stop))
+
+    def complete(self, num_tokens: int) -> None:
+        """Let the next `take` return what is copied once, at the end. The import covers `num_tokens` tokens."""
+
+    def contradiction(self, pages: tuple[int, ...]) -> str:  # noqa: ARG002 - the same for all pages
+        """Returns what an error says if `named` returns None for `pages`."""
+        return OTHER_PAGES
+
+
+class StateImportPart(ImportPart):
+    """The part of an import for a recurrent state: one page of the pool of states, which covers all tokens.
+
+    Only the last table names it, and it is copied at the end.
+    """
+
+    __slots__ = ()
+
+    @property
+    def needs_copy(self) -> bool:
+        return True
+
+    @property
+    def needs_last(self) -> bool:
+        return True
+
+    @property
+    def written(self) -> Pages:
+        return _NO_PAGES
+
+    @property
+    def besides(self) -> Pages:
+        return self.dst_pages
+
+    def named(self, pages: tuple[int, ...], num_tokens: int, page_size: int) -> Pages | None:  # noqa: ARG002 - a state covers all tokens
+        if not pages:
+            return self.src_pages
+        new = np.array(pages, np.int32)
+        return new if not len(self.src_pages) or np.array_equal(new, self.src_pages) else None
+
+    def take_up(self, pages: Pages, num_tokens: int) -> None:  # noqa: ARG002 - as above
+        self.src_pages = pages
+
+    def copy_of(self, table: BlockTable, pages: tuple[int, ...], pending: "PendingImport") -> PageCopy:
+        if self.stop == 0 or table.num_tokens != pending.num_tokens:
+            return _NOTHING
+        return PageCopy(self.dst_pages, np.array(pages, np.int32), (0, self.stop))
+
+    def complete(self, num_tokens: int) -> None:
+        self.stop = num_tokens
+
+    def contradiction(self, pages: tuple[int, ...]) -> str:
+        return f"names state page {pages[0]}; the earlier table named {self.src_pages.item(0)}"
+
 
 @dataclass(eq=False, slots=True)
 class PendingImport(Uncopied):
@@ -165,7 +241,7 @@ class PendingImport(Uncopied):
     src_page_size: int  # the number of tokens in a page of the other manager
     replica_idx: int  # the index of the replica, at this manager, that gets the pages
     src_replica_idx: int  # the index of the replica, at the other manager, that holds the pages
-    parts: list[ImportPart]  # the parts of the import: one for each block table, then one for a recurrent state
+    parts: list[ImportPart]  # the parts of the import: one for each block table, then those of `Kept`
     num_tokens: int = 0  # how many tokens the other manager's table covers; extending the import raises this number
     # The hasher of the request's tokens, in the table's page size and algorithm; None if the table has no digests.
     hasher: PrefixHasher | None = None
@@ -194,24 +270,21 @@ class PendingImport(Uncopied):
 
     @property
     def needs_copy(self) -> bool:
-        """Whether a page or a state has to be copied from the other manager.
-
-        False if the other manager's table has no state, and this manager has already cached all pages of the table.
-        """
-        return any(part.is_state or part.first < part.stop for part in self.parts)
+        """Whether anything has to be copied from the other manager, which also names what this manager has cached."""
+        return any(part.needs_copy for part in self.parts)
 
     @property
     def lacks_end(self) -> bool:
         """Whether only a table that has not come yet names the pages of windows, or the recurrent state."""
-        return not self.has_last and any(part.at_end or part.is_state for part in self.parts)
+        return not self.has_last and any(part.needs_last for part in self.parts)
 
     @property
     def written(self) -> Pages:
         """The pages of this manager that the copy overwrites, collected over all block tables: int32 `[pages]`.
 
-        The page of a recurrent state is not among them.
+        Pages besides token pages are not among them.
         """
-        pages = [part.dst_pages for part in self.parts if not part.is_state]
+        pages = [part.written for part in self.parts]
         return pages[0] if len(pages) == 1 else np.concatenate(pages)
 
     @property
@@ -241,18 +314,7 @@ class PendingImport(Uncopied):
 
         `table` may name only some of the pages. It must have the same page size as the first table of the import.
         """
-        copies: list[PageCopy] = []
-        for part, pages in zip(self.parts, table.groups, strict=True):
-            token, stop, dst, src = part.first, part.stop, part.dst_pages, pages
-            if part.is_state:
-                stop = stop if table.num_tokens == self.num_tokens else token
-            else:
-                begin = (-(-table.num_tokens // table.page_size) - len(pages)) * table.page_size
-                token, stop = max(token, begin), min(stop, table.num_tokens)
-                dst = dst[token // self.page_size - part.first // self.page_size :]
-                src = pages[(token - begin) // table.page_size :]
-            copies.append(PageCopy(dst, np.array(src, np.int32), (token, stop)) if token < stop else _NOTHING)
-        return copies
+        return [part.copy_of(table, pages, self) for part, pages in zip(self.parts, table.groups, strict=True)]
 
     def named(self, table: BlockTable, *, last: bool) -> list[Pages] | None:
         """Returns the other manager's pages that can be copied by now, for each block table.
@@ -280,14 +342,13 @@ class PendingImport(Uncopied):
         self.told.append(table)
         for part, pages in zip(self.parts, named, strict=True):
             if last or not part.at_end:
-                part.take_up(pages, 0 if part.is_state else table.num_tokens)
+                part.take_up(pages, table.num_tokens)
 
     def take(self, *, last: bool) -> list[PageCopy]:
         """Returns the pages that can be copied now and that no earlier call has returned.
 
-        A recurrent state covers all tokens of the request, so it is copied only with `last`.
+        What is copied once, such as a recurrent state, is copied only with `last`.
         """
-        for part in self.parts:
-            if part.is_state and last:
-                part.take_up(part.src_pages, self.num_tokens)
+        for part in self.parts if last else ():
+            part.complete(self.num_tokens)
         return [part.take(self.page_size, self.src_page_size) for part in self.parts]

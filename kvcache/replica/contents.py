@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from kvcache.arguments import check_request_id, integer, of_kind, refusal, whole
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
-from kvcache.pool.index import NO_PAGE
 from kvcache.replica import imports
 from kvcache.replica.block_table import BlockTable, PageDigests, PendingImport
 from kvcache.replica.context import Context, check_context, hasher_of, read_context
@@ -72,7 +71,7 @@ class PageContents(Uncopied):
         if (size, algorithm) != (replica.page_size, replica.hash_algorithm) or not joined or len(joined) % width:
             return 0
         digests = np.frombuffer(joined, np.uint64).reshape(-1, width // 8)
-        return replica.tables.find(0, digests, replica.ends(digests)).end * replica.page_size
+        return replica.tables.find(0, digests, replica.kept.ends(digests)).end * replica.page_size
 
     def lease(
         self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int
@@ -90,14 +89,12 @@ class PageContents(Uncopied):
         replica, digests = self._wanted(name, replica_idx, wanted)
         self._look_for_reset()
         room = _most(name, most) - replica.pool.beside
-        # pages after which the device has a cached state; states in lower tiers cannot be leased
-        ends = [states.pages.pool.index.find(digests) != NO_PAGE for states in replica.states]
-        length, tables = replica.tables.whole(digests, room, *ends)
+        length, tables = replica.tables.whole(digests, room, replica.kept.lendable(digests))
         if not length:
             return None
         lease = PageLease(replica.leases, name, replica_idx)
         with self._mark.changing(Call("contents.lease", partial(replica.leases.end, lease))):
-            besides = [states.pages.held_copy(digests[length - 1 : length]) for states in replica.states]
+            besides = replica.kept.held_copies(digests[length - 1 : length])
             replica.leases.grant_pages(lease, np.concatenate(tables), besides)
         table = BlockTable(
             request_id=name,
@@ -228,7 +225,7 @@ def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
     before = tier.generation
     digests = np.concatenate((np.zeros((first, digests.shape[1]), np.uint64), digests))
     coming = replica.fetch_prefix(digests, first, wait=False)
-    wanted = tables.from_below(digests, tier.host_has, replica.ends(digests), first)
+    wanted = tables.from_below(digests, tier.host_has, replica.kept.ends(digests), first)
     room = pool.free_count // 2 - pool.would_be_taken(wanted.here)
     count = max(0, min(len(wanted.digests), room, tier.brought_at_once))
     if count:
@@ -241,5 +238,5 @@ def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
         pool.release(wanted.here)
         pool.release(pages)
     elif not coming and not wanted.lacking.any():
-        coming = any(states.to_device(wanted, digests) for states in replica.states)
+        coming = replica.kept.to_device(wanted, digests)
     return coming or count > 0 or tier.generation != before

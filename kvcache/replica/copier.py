@@ -173,9 +173,9 @@ class ImportBook:
         return copier
 
     @property
-    def written_states(self) -> list[int]:
-        """The state pages to which transfers may write."""
-        return [int(part.dst_pages[0]) for pending in self.each for part in pending.parts if part.is_state]
+    def written_besides(self) -> list[int]:
+        """The pages besides token pages to which transfers may write (`Kept`)."""
+        return [int(page) for pending in self.each for part in pending.parts for page in part.besides]
 
     def make_private(self) -> None:
         """Let no import publish its pages that began before now. Called when the cache is reset."""

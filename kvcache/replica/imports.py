@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from kvcache.arguments import of_kind, shown, whole
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.params import HashAlgorithm, usable_hashes
-from kvcache.pool.index import NO_PAGE
-from kvcache.replica.block_table import BlockTable, ImportPart, PageCopy, PendingImport
+from kvcache.replica.block_table import OTHER_PAGES, BlockTable, ImportPart, PageCopy, PendingImport
 from kvcache.replica.context import SafeContext, hasher_of
 from kvcache.replica.copier import BEFORE_LAST, ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, token_bytes
@@ -63,7 +62,7 @@ def export_table(
     if replica.caching and len(digests) < last - first:
         raise InvalidRequestError(f"request {request_id!r}: its context has fewer than {num_tokens} tokens")
     groups = replica.tables.lists(row, num_tokens, first=first, windows=not full_pages)
-    groups += tuple(states.named(row, num_tokens, full_pages=full_pages) for states in replica.states)
+    groups += replica.kept.named(row, num_tokens, full_pages=full_pages)
     replica.leases.tell(row, num_tokens, windows=not full_pages)
     return BlockTable(
         request_id=request_id,
@@ -160,22 +159,14 @@ def _check_pages(replica: Replica, context: SafeContext, table: BlockTable, *, l
     """Raise `BlockTableMismatchError` unless the table names the pages that each of our groups of layers needs.
 
     A group with full attention needs the pages of all tokens of the table. A group with a window needs the pages of the
-    window at the end of the table. Only the last table of a prompt must name the page of a recurrent state.
+    window at the end of the table. What else rows keep must be named, too (`Kept.refusal`).
     """
-    kinds, named = replica.tables.kinds, replica.tables.kinds_named
-    beside = table.groups[len(kinds) :]
-    if last and any(not pages for pages in beside):
-        raise _mismatch(
-            context,
-            f"names no page of the recurrent state after its {table.num_tokens} tokens, because it was made with "
-            "full_pages: the last table of a prompt is made without full_pages",
-        )
-    if len(table.groups) != len(kinds) + len(replica.states) or any(len(pages) > 1 for pages in beside):
-        ours = f"{len(kinds) + 1}, the last with one state page" if replica.states else str(len(kinds))
-        raise _mismatch(context, f"has {len(table.groups)} page groups; this manager has {ours}")
-    for page in chain.from_iterable(beside):
-        if not 0 < page < 1 << 31:
-            raise _mismatch(context, f"names state page {shown(page)}; 1 to 2**31 - 1 are allowed")
+    kinds, named, kept = replica.tables.kinds, replica.tables.kinds_named, replica.kept
+    lists, beside = len(kinds) + kept.num_lists, table.groups[len(kinds) :]
+    if len(table.groups) != lists:
+        raise _mismatch(context, f"has {len(table.groups)} page groups; this manager has {lists}{kept.told}")
+    if reason := kept.refusal(beside, table.num_tokens, last=last):
+        raise _mismatch(context, reason)
     if table.kinds != named:
         theirs = [*["full"] * (len(kinds) - len(table.kinds)), *table.kinds]
         raise _mismatch(context, f"has the layer kinds {', '.join(theirs)}; this manager has {', '.join(kinds)}")
@@ -184,11 +175,14 @@ def _check_pages(replica: Replica, context: SafeContext, table: BlockTable, *, l
             context, f"begins with page {table.first_page}; with the layer kinds {', '.join(kinds)} it begins with 0"
         )
     wanted = -(-table.num_tokens // table.page_size) - table.first_page
-    for kind, pages in zip(kinds, table.groups, strict=False):
-        wrong = len(pages) != wanted or not pages
-        if wrong and (kind == "full" or len(pages) > wanted):
-            first = f" from page {table.first_page} on" if table.first_page else ""
-            raise _mismatch(context, f"names {len(pages)} pages; its {table.num_tokens} tokens take {wanted}{first}")
+    for of in replica.tables.groups:
+        for pages in table.groups[of.tables]:
+            wrong = len(pages) != wanted or not pages
+            if wrong and (of.group.keeps_all or len(pages) > wanted):
+                first = f" from page {table.first_page} on" if table.first_page else ""
+                raise _mismatch(
+                    context, f"names {len(pages)} pages; its {table.num_tokens} tokens take {wanted}{first}"
+                )
     groups = [pages for pages in table.groups[: len(kinds)] if pages]
     out = any(min(pages) <= 0 or max(pages) >= 1 << 31 for pages in groups)
     every = [*chain.from_iterable(groups)]
@@ -283,12 +277,10 @@ def begin_import(
     plan = _plan(replica, row, context, table, num_steps, partial=partial)
     if replica.act(row, context, context.indices, plan) is None:
         return None
-    firsts = [min(found, end) for found in replica.tables.by_table(plan.ends_found)]
-    tables = zip(replica.tables.kinds, firsts, replica.rows.table[:, row], strict=True)
     pending = _new_import(replica, context, table, others, hasher)
-    pending.parts += [ImportPart(at * size, pages[at:end].copy(), at_end=kind != "full") for kind, at, pages in tables]
-    for states in replica.states:
-        states.begin_import(row, context, pending)
+    for kept, span in zip(replica.tables.groups, plan.spans, strict=True):
+        pending.parts += kept.parts(row, span, end)
+    replica.kept.begin_import(row, context, pending)
     pending.take_up(table, _named(context, pending, table, last=not partial), last=not partial)
     replica.imports.begin(pending, row)
     return pending
@@ -314,20 +306,25 @@ def _plan(
     last = min(start, context.end_idx - 1) // size if replica.caching else 0
     digests = replica.hasher(row, context).digests(context.tokens, 0, last)
     plan = tables.plan_import(context.indices, length, start, here, digests, replica.tier)
-    if tables.in_chunks and not partial:
-        _check_reach(context, table, tables.kinds, [at * size for at in tables.by_table(plan.ends_found)])
+    if not partial:
+        _check_reach(replica, context, table, [span.found_end * size for span in plan.spans])
     return plan
 
 
-def _check_reach(context: SafeContext, table: BlockTable, kinds: Sequence[str], firsts: Sequence[int]) -> None:
-    """Raise `BlockTableMismatchError` unless the table names all window pages that this manager lacks."""
+def _check_reach(replica: Replica, context: SafeContext, table: BlockTable, firsts: Sequence[int]) -> None:
+    """Raise `BlockTableMismatchError` unless the table names all window pages that this manager lacks.
+
+    `firsts` has the first token of these pages for each group of layers.
+    """
     wanted = -(-table.num_tokens // table.page_size)
-    for kind, pages, first in zip(kinds, table.groups[: len(kinds)], firsts, strict=True):
-        begins = (wanted - len(pages)) * table.page_size
-        if kind != "full" and first < min(begins, table.num_tokens):
-            raise _mismatch(
-                context, f"names pages of {kind} from token {begins} on; those from token {first} on are needed"
-            )
+    for kept, first in zip(replica.tables.groups, firsts, strict=True):
+        for pages in () if kept.group.keeps_all else table.groups[kept.tables]:
+            begins = (wanted - len(pages)) * table.page_size
+            if first < min(begins, table.num_tokens):
+                raise _mismatch(
+                    context,
+                    f"names pages of {kept.group.name} from token {begins} on; those from token {first} on are needed",
+                )
 
 
 def extend_import(
@@ -353,7 +350,7 @@ def extend_import(
     before, start = pending.tokens[1], max(table.num_tokens, context.start_idx)
     seen = _seen_parts(replica, pending, start) if last and tables.in_chunks else pending.parts
     if last:
-        _check_reach(context, table, tables.kinds, [part.first for part in seen[: tables.count]])
+        _check_reach(replica, context, table, [seen[one.tables][0].first for one in tables.groups])
     named = _named(context, dataclasses.replace(pending, parts=seen), table, last=last)
     if last and max(table.num_tokens, pending.tokens[0]) < context.start_idx:
         raise _mismatch(
@@ -379,12 +376,13 @@ def _seen_parts(replica: Replica, pending: PendingImport, start: int) -> list[Im
     When the import began, it was not known whether its last table would have the last token of the prompt. So its
     windows may have earlier pages, which that table does not name.
     """
-    size, tables, parts = replica.page_size, replica.tables, pending.parts[:]
-    firsts = tables.by_table([group.first_seen(start) // size for group, _ in tables.groups])
-    for number, (first, part) in enumerate(zip(firsts, parts, strict=False)):
-        unseen = first - part.first // size
-        if unseen > 0 and not len(part.src_pages):
-            parts[number] = dataclasses.replace(part, first=first * size, dst_pages=part.dst_pages[unseen:])
+    size, parts = replica.page_size, pending.parts[:]
+    for kept in replica.tables.groups:
+        first = kept.seen(start)
+        for number, part in enumerate(parts[kept.tables], kept.tables.start):
+            unseen = first - part.first // size
+            if unseen > 0 and not len(part.src_pages):
+                parts[number] = dataclasses.replace(part, first=first * size, dst_pages=part.dst_pages[unseen:])
     return parts
 
 
@@ -393,14 +391,10 @@ def _give_back_unseen(replica: Replica, row: int, pending: PendingImport, seen: 
     rows, pool, left = replica.rows, replica.pool, list[Pages]()
     replica.tier.arrive(np.array([row]))
     every, pending.parts = pending.parts, seen
-    for number, (_, tables) in enumerate(replica.tables.groups):
-        at: int = tables.start
+    for kept in replica.tables.groups:
+        at: int = kept.tables.start
         if seen[at] is not every[at]:
-            first, end = rows.firsts.item(number, row), rows.ends.item(number, row)
-            now = min(seen[at].first // rows.page_size, end)
-            left.append(rows.table[tables, row, first:now].T.flatten())
-            rows.table[tables, row, first:now] = NO_PAGE
-            rows.firsts[number, row] = now
+            left.append(kept.give_back(row, seen[at].first // rows.page_size))
     given = [one.dst_pages[: len(one.dst_pages) - len(kept.dst_pages)] for one, kept in zip(every, seen, strict=True)]
     pages = np.concatenate([_NO_PAGES, *left])
     rows.changed[row] = True
@@ -489,12 +483,11 @@ def _named(context: SafeContext, pending: PendingImport, table: BlockTable, *, l
     """
     named = pending.named(table, last=last) if pending.src_replica_idx == table.replica_idx else None
     if named is None:
+        reason = OTHER_PAGES
         for part, pages in zip(pending.parts, table.groups, strict=True):
-            if part.is_state and part.named(pages, table.num_tokens, table.page_size) is None:
-                raise _mismatch(
-                    context, f"names state page {pages[0]}; the earlier table named {part.src_pages.item(0)}"
-                )
-        raise _mismatch(context, "names other pages than the earlier table of this import")
+            if part.named(pages, table.num_tokens, table.page_size) is None:
+                reason = part.contradiction(pages)
+        raise _mismatch(context, reason)
     return named
 
 
@@ -570,8 +563,7 @@ def finish_import(
         replica.publish(Filled(np.array([row]), np.array([first]), np.array([last]), digests))
     replica.rows.cached[row] = cached
     replica.log.end_call()
-    for states in replica.states:
-        states.commit_import(row, context, pending.num_tokens)
+    replica.kept.commit_import(row, context, pending.num_tokens)
 
 
 def _describe(replica: Replica, hasher: PrefixHasher, tokens: NDArray[np.integer[Any]], first: int, last: int) -> None:

@@ -1,6 +1,6 @@
 """One data-parallel replica: its pages, its prefix index, and the rows of its running requests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 
 import numpy as np
@@ -18,30 +18,30 @@ from kvcache.layer_groups import LayerTables
 from kvcache.params import HashAlgorithm, KVCacheParams
 from kvcache.pool.index import Digests
 from kvcache.pool.pages import PagePool
-from kvcache.pool.pages_below import Asked, PagesBelow
-from kvcache.replica.context import ContextIndices, SafeContext
+from kvcache.pool.pages_below import PagesBelow
+from kvcache.replica.context import ContextIndices, HasherOfRow, SafeContext
 from kvcache.replica.copier import ImportBook
 from kvcache.replica.hashing import ExtraKeys, PrefixHasher
+from kvcache.replica.kept import Kept
 from kvcache.replica.leases import PageLease, PageLeases
 from kvcache.replica.policy import ReplicaPolicy
 from kvcache.replica.resume import Found, Reservation
-from kvcache.replica.row_states import RowStates
 from kvcache.replica.rows import NEVER, ONE, BlockRows, Filled, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
 from kvcache.replica.tables import OneTable, RowTables
-from kvcache.states.state_pages import StatePages
 from kvcache.types import KVCacheMetrics, RequestID
 from kvcache.under_way import UnderWay
 
 DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
+MakeKept = Callable[[RowTables, HasherOfRow], Kept]
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)
 
 
 class Replica:
-    """The rules of one replica, without devices: its block tables, its pool of token pages, its recurrent states.
+    """The rules of one replica, without devices: its block tables, its pool of token pages, and what else rows keep.
 
-    `states` has the states of the recurrent layers. It has at most one item, and is empty for a model without such
-    layers. An exported block table names the token pages first, and then the state page of each item of `states`.
+    `make_kept` makes what rows keep besides token pages, such as recurrent states. An exported block table names the
+    token pages first, and then the pages of `kept`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Replica:
         rows: BlockRows,
         pool: PagePool,
         mark: UnderWay,
-        states: Sequence[StatePages] = (),
+        make_kept: MakeKept = Kept,
     ) -> None:
         self.mark = mark  # the manager's mark
         self.page_size = rows.page_size
@@ -71,28 +71,27 @@ class Replica:
         self.tables = (OneTable if one else RowTables)(tables, pool, rows, self.leases, caching=self.caching)
         # A request of up to this many tokens always fits into an empty pool, so its pages need not be counted.
         self._always_fits = min(self.max_seq_len, (pool.num_pages - pool.beside) // self.tables.count * self.page_size)
-        self.states = [RowStates(pages, self.tables, self.hasher, params) for pages in states]
+        self.kept = make_kept(self.tables, self.hasher)
         self.hints = ReplicaPolicy()
         self.tier = PagesBelow()
-        # The lookup that `find` begins with. With recurrent states it returns all published pages that the request
-        # could use, and `find` shortens the result to a page after which a state is cached. For a single table without
-        # states, `run` is the whole lookup.
-        self._run = self.tables.run if states or one else self.tables.find
+        # The lookup that `find` begins with. If a request cannot resume anywhere, it returns all published pages that
+        # the request could use, and `find` shortens the result. For a single table, `run` is the whole lookup.
+        self._run = self.tables.find if self.kept.resumes_anywhere and not one else self.tables.run
         self.log: AnyLog = NoLog()  # the log in which pages are described for KV events
 
     @property
     def metrics(self) -> KVCacheMetrics:
-        return KVCacheMetrics(self.counter.ran, self.counter.found, evictions=self.pool.evictions)
+        return self.kept.metrics + KVCacheMetrics(self.counter.ran, self.counter.found, evictions=self.pool.evictions)
 
     @property
     def lends_any_part(self) -> bool:
         """Whether this replica can lend some pages of a prompt to a reader that has all earlier pages of the prompt."""
-        return self.tables.is_plain and not (self.states and self.caching)
+        return self.tables.is_plain and self.kept.resumes_anywhere
 
     @property
     def has_room(self) -> bool:
         """Whether the replica can claim one more request."""
-        return bool(self.rows.free) and all(states.pages.pool.has_room for states in self.states)
+        return bool(self.rows.free) and self.kept.has_room
 
     @property
     def hit_may_change(self) -> bool:
@@ -102,34 +101,27 @@ class Replica:
         than the device, the request resumes from a later token. It then needs other pages of a window. If states and
         pages share memory, making room for the state of a new request may evict pages that the request would find.
         """
-        costs = self.caching and any(states.pages.pool.room_may_cost for states in self.states)
+        costs = self.caching and self.kept.room_may_cost
         return costs or (self.tier.keeps and not self.tables.is_plain)
 
     @property
     def generation(self) -> int:
         """A number that changes whenever the device or a lower tier gets or loses pages."""
-        return self.pool.index.generation + self.tier.generation + sum(one.pages.generation for one in self.states)
+        return self.pool.index.generation + self.tier.generation + self.kept.generation
 
     def check_free(self, request_id: RequestID) -> None:
-        """Raise `NoFreeRowError` or `NoFreeStatePageError` if the replica has no room for one more request."""
+        """Raise `NoFreeRowError` if the replica has no room for one more request."""
         if not self.rows.free:
             raise NoFreeRowError(
                 f"request {request_id!r}: all {len(self.rows.request_ids)} rows of the replica are claimed"
             )
-        for states in self.states:
-            states.check_free(request_id)
+        self.kept.check_free(request_id)
 
     def claim(self, request_id: RequestID) -> int:
         """Bind a row to the request and return it. `check_free` must have found room."""
         row = self.rows.claim(request_id)
-        for states in self.states:
-            states.claim(row)
+        self.kept.claim(row)
         return row
-
-    def finish_state_loads(self) -> None:
-        """Wait for running copies of states to the device, which may hold state pages of released requests."""
-        for states in self.states:
-            states.pages.below.load_all()
 
     def reserve(self, row: int, context: SafeContext, indices: ContextIndices, num_steps: int) -> int | None:
         """Give the row pages for all known tokens of `context` and for `num_steps` steps.
@@ -172,11 +164,10 @@ class Replica:
     def act(self, row: int, context: SafeContext, indices: ContextIndices, plan: Reservation) -> int | None:
         """Carry out a reservation. Returns the number of new pages.
 
-        If there are too few free pages, returns None and changes nothing. `indices` are those of the context. If a
-        recurrent state must be kept after some token, the context's chunk is cut to end there.
+        If there are too few free pages, returns None and changes nothing. `indices` are those of the context. If
+        something must be kept after some token, the context's chunk is cut to end there.
         """
-        for states in self.states:
-            plan = states.planned(row, context, plan)
+        plan = self.kept.plan(row, context, plan)
         free, (before, active, known) = self.pool.free_count, indices
         if plan.cost > free:
             return None
@@ -187,9 +178,10 @@ class Replica:
             before = 0
         if plan.slots.size:  # first, because pages that are evicted below may take host slots
             self.tier.hold(plan.slots)
-        found = plan.found[0].shape[-1] if self.tables.keeps_prefix else plan.committed - self.rows.committed.item(row)
-        for states in self.states:
-            states.reserve(row, plan)
+        found = plan.committed - self.rows.committed.item(row)
+        if self.tables.keeps_prefix:
+            found = plan.spans[0].found.shape[-1]
+        self.kept.take(row, plan)
         restored = self.tables.take(row, plan)
         if plan.slots.size:
             self.tier.restore(row, restored, plan.slots)
@@ -245,9 +237,7 @@ class Replica:
         else:
             found = self._run(first, hasher.digests(tokens, first, last))
             hasher.matches[index] = (index.generation, first, last, found)
-        for states in self.states:
-            found = states.shortened(found, hasher, context, row)
-        return found
+        return self.kept.shortened(found, hasher, context, row)
 
     def look_up(self, row: int, context: SafeContext, start: int) -> Found:
         """Find the pages with which the row's request can resume, on the device and in lower tiers.
@@ -268,28 +258,16 @@ class Replica:
             last = (context.end_idx - 1) // self.page_size
             if found.end < last:
                 below = self._with_below(row, context, first, last)
-                # `find` is called again, because a recurrent state may have come to the host in the meantime
+                # `find` is called again, because what `kept` needs may have come to the host in the meantime
                 return below or self.find(context, row)
         return found
-
-    def ends(self, digests: Digests, row: int | None = None, *, anywhere: bool = False) -> Asked:
-        """Returns a mask, `[len(digests)]`, of the pages after which the row's request may resume.
-
-        `digests` are the digests of consecutive pages. `row` is None for a request without a row. With `anywhere`, a
-        recurrent state also counts if only a tier below the host is known to have it.
-        """
-        ends = np.ones(len(digests), np.bool_)
-        for states in self.states:
-            ends &= states.ends(digests, row, anywhere=anywhere)
-        return ends
 
     def fetch_prefix(self, digests: Digests, first: int = 0, *, wait: bool) -> bool:
         """Load pages into host memory, so that a request can resume after the longest possible prefix of these digests.
 
-        Returns whether any pages are on their way. The caller already has the first `first` pages. With recurrent
-        states, the prefix ends after a page whose state is cached in some tier, and the state is loaded, too. With
-        `wait`, the call waits a limited time for running reads, but not for a remote store to say what it has. A remote
-        store is asked for the longest prefix that may exist.
+        Returns whether any pages are on their way. The caller already has the first `first` pages. What `kept` needs to
+        resume after the prefix is loaded, too. With `wait`, the call waits a limited time for running reads, but not
+        for a remote store to say what it has. A remote store is asked for the longest prefix that may exist.
         """
         tables, tier = self.tables, self.tier
         if len(digests) <= first or not self.fetches:
@@ -300,14 +278,13 @@ class Replica:
             if known is None:
                 return True
             digests = known
-        wanted = tables.from_below(digests, tier.has, self.ends(digests, anywhere=True), first)
-        there = tables.from_below(digests, tier.host_has, self.ends(digests), first)
+        wanted = tables.from_below(digests, tier.has, self.kept.ends(digests, anywhere=True), first)
+        there = tables.from_below(digests, tier.host_has, self.kept.ends(digests), first)
         if wanted.pages > there.pages:
             # A request that does not wait resumes with pages that are on the host now. These pages must not be evicted
             # to make room for other pages.
             tier.touch(there.digests)
-            for states in self.states:
-                coming |= states.to_host(digests[: wanted.pages], there.pages, wait=wait)
+            coming = self.kept.to_host(digests[: wanted.pages], there.pages, wait=wait) or coming
             coming |= tier.to_host(wanted.every, wanted.lacking, wanted.pages - there.pages, wait=wait)
         # The store may have answered during this call. The caller should then call again, to send the next query.
         return coming or (tier.asks and tier.generation != before)
@@ -315,36 +292,27 @@ class Replica:
     @property
     def fetches(self) -> bool:
         """Whether there are tiers below the host."""
-        return self.tier.fetches or any(states.pages.below.fetches for states in self.states)
+        return self.tier.fetches or self.kept.fetches
 
     def _ask(self, digests: Digests, first: int, *, wait: bool) -> tuple[bool, Digests | None]:
-        """Ask remote stores whether they have the pages and states for which this is not known yet.
+        """Ask remote stores whether they have what the prompt needs, as far as this is not known yet.
 
         Returns whether an answer is on its way, and the digests of the pages that may exist. The second value is None
         if the caller must wait for the answer before it can decide which pages to load.
         """
         perhaps = self.tables.from_below(digests, self.tier.may_have, None, first)
-        coming, known = self.tier.ask(perhaps.every, perhaps.lacking), digests
-        for states in self.states:
-            if coming and not wait:
-                return True, None
-            asking, known = states.ask(self.tier, digests, first)
-            # The answer may show a later state. Loading an earlier state in the meantime would be costly.
-            if asking and not wait:
-                return True, None
-            coming |= asking
-        return coming, known
+        coming = self.tier.ask(perhaps.every, perhaps.lacking)
+        return self.kept.ask(self.tier, digests, first, coming=coming, wait=wait)
 
     def plan_fork(self, parent: int, child: SafeContext, num_steps: int) -> int | None:
         """Returns the number of columns that a fork of row `parent` would have.
 
         The fork shares the parent's computed pages. Returns None if there are too few free pages. Changes nothing.
-        Raises `StatePageError` unless the parent's recurrent state covers exactly its computed tokens, and
-        `InvalidRequestError` if the parent has freed pages that the child sees.
+        Raises `InvalidRequestError` if the parent has freed pages that the child sees, and the errors of
+        `Kept.check_fork`.
         """
         self.refuse_pending(parent, "fork")
-        for states in self.states:
-            states.check_fork(parent)
+        self.kept.check_fork(parent)
         self.refuse_renamed(parent, child)
         computed = self.rows.cached.item(parent)
         self.tables.refuse_fork(parent, computed)
@@ -367,14 +335,13 @@ class Replica:
         rows.cached[row] = computed
         self._named[row] = self._named[parent]
         self.counter.ran_elsewhere(row, computed)
-        for states in self.states:
-            states.fork(parent, row)
+        self.kept.fork(parent, row)
         return copies if computed % self.page_size else []
 
     def grant(self, lease: PageLease, row: int) -> None:
         """Open a lease of the request in this row. If the request cannot be leased now, raises and changes nothing."""
         self.refuse_pending(row, "lease")
-        self.leases.grant(lease, row, [states.held(row) for states in self.states])
+        self.leases.grant(lease, row, self.kept.held(row))
 
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
         """Give each of `rows` pages for `lengths` tokens, one of which is to run. Either all rows get pages, or none.
@@ -483,13 +450,12 @@ class Replica:
         pages = self.tables.pages(row, self.rows.num_pages.item(row)).copy()
         if names is not None:
             published = self.tables.pages(row, self.rows.committed.item(row))
-            self.tier.leave(row, published, names, self.ends)
+            self.tier.leave(row, published, names, self.kept.ends)
         if row in self.leases.of_row:
             self.leases.leave(row, self.tables.pages(row, self.leases.last_read(row)))
         self.rows.unbind(row)
         self.pool.release(pages)
-        for states in self.states:
-            states.release(request_id)
+        self.kept.release(request_id)
 
     def forget(self) -> None:
         """Let nobody find any page or state of before, neither now nor when running requests compute more.
@@ -500,8 +466,7 @@ class Replica:
         self.imports.make_private()
         self.pool.forget()
         self.hints.reset()
-        for states in self.states:
-            states.pages.forget_copies()
+        self.kept.forget()
 
     def rebuild(self) -> None:
         """Release every row after an interrupt, and build all state of pages anew.
@@ -516,8 +481,7 @@ class Replica:
             of_rows.clear()
         self.hints.clear()
         self.tier.restart()
-        for states in self.states:
-            states.pages.rebuild(self.imports.written_states, self.leases.holders(states.pages.pool))
+        self.kept.rebuild(self.imports.written_besides, self.leases)
         self.pool.rebuild(*self.counted())
 
     def counted(self) -> tuple[Ints, Ints]:
@@ -541,9 +505,7 @@ class Replica:
         self.leases.check()
         self.imports.check()
         self.pool.check(*self.counted())
-        for states in self.states:
-            leased = self.leases.holders(states.pages.pool)
-            states.pages.check(self.rows.row_of, self.imports.written_states, leased)
+        self.kept.check(self.rows.row_of, self.imports.written_besides, self.leases)
 
     # ---- refusals
 
@@ -639,7 +601,7 @@ class Replica:
             tier.arrive(np.array([row]))
         digests = hasher.digests(context.tokens, 0, last)
         coming = self.fetch_prefix(digests, first, wait=self.rows.prompt.item(row) < 0)
-        wanted = tables.from_below(digests, tier.host_has, self.ends(digests, row), first)
+        wanted = tables.from_below(digests, tier.host_has, self.kept.ends(digests, row), first)
         if wanted.lacking.any():
             slots = tier.slots(wanted.every[wanted.lacking])
             return Found(first, wanted.pages, wanted.found, wanted.reach, slots)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.layer_groups import TableGroup
 from kvcache.pool.index import Digests, Pages
 from kvcache.pool.pages_below import NO_SLOTS, Asked, Slots, last_end
+from kvcache.replica.kept_pages import ColumnSpan, KeptPages
 from kvcache.states.state_pages import NO_STATE
 
 
@@ -66,13 +66,10 @@ class FromBelow(NamedTuple):
 
 
 class Reservation(NamedTuple):
-    """The pages that a row takes and gives back. A field "by group" has one item for each group of block tables.
+    """The pages that a row takes and gives back.
 
     Attributes:
-        found: by group, the pages that were found. They take the last columns before `ends_found`.
-        ends_found: by group, the column after the last found page.
-        firsts: by group, the first column that has a page after the reservation.
-        ends: by group, the column after the last column that has a page after the reservation.
+        spans: for each group of block tables, the columns that have pages after the reservation.
         leaving: the pages that leave the row, in the order of its columns.
         new: the number of pages to allocate.
         committed: the number of columns, from the first on, whose pages are published after the reservation.
@@ -83,18 +80,15 @@ class Reservation(NamedTuple):
             token.
         cached: the token up to which pages were found; 0 if no page was found in addition to the row's own.
         reached: the column up to which pages are cached, as in `Found`.
-        slots: for each page that is missing in `found`, the host slot from which it is restored, one table after
-            another.
+        slots: for each page that is missing in the spans' `found`, the host slot from which it is restored, one table
+            after another.
         state: the digest, `[1, words]`, of the last page before the cached recurrent state with which the request
             resumes; empty if the request keeps its own state, or has none.
         stops: the tokens at which chunks of the request's prompt must end, so that its recurrent state can be kept
             there; empty if they are not known yet.
     """
 
-    found: tuple[Pages, ...]
-    ends_found: tuple[int, ...]
-    firsts: tuple[int, ...]
-    ends: tuple[int, ...]
+    spans: tuple[ColumnSpan, ...]
     leaving: Pages
     new: int
     committed: int
@@ -108,9 +102,7 @@ class Reservation(NamedTuple):
     stops: tuple[int, ...] = ()
 
 
-def resume(
-    there: Asked, groups: Sequence[TableGroup], page_size: int, first: int = 0, ends: Asked | None = None
-) -> int:
+def resume(there: Asked, groups: Sequence[KeptPages], page_size: int, first: int = 0, ends: Asked | None = None) -> int:
     """Returns the length of the longest prefix after which the request can resume in every table.
 
     The first `first` pages are not counted, because all tables have them. `there` says which of the later pages each
@@ -119,7 +111,7 @@ def resume(
     """
     columns = np.arange(first, first + there.shape[1], dtype=np.int64)
     fits = np.ones(len(columns), np.bool_) if ends is None else ends[: len(columns)].copy()
-    for group, tables in groups:
-        last_missing = np.maximum.accumulate(np.where(there[tables].all(axis=0), -1, columns))
-        fits &= last_missing < group.first_seen((columns + 1) * page_size) // page_size
+    for kept in groups:
+        last_missing = np.maximum.accumulate(np.where(there[kept.tables].all(axis=0), -1, columns))
+        fits &= last_missing < kept.group.first_seen((columns + 1) * page_size) // page_size
     return last_end(fits)

@@ -18,26 +18,30 @@ The chunks of a prompt end at these tokens, because a state is available only ri
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from kvcache.errors import NoFreeStatePageError, StatePageError
+from kvcache.arguments import shown
+from kvcache.errors import InvalidRequestError, NoFreeStatePageError, StatePageError
 from kvcache.params import KVCacheParams
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import HeldPages
 from kvcache.pool.pages_below import Asked, PagesBelow
 from kvcache.replica.batch import Gathered
-from kvcache.replica.block_table import ImportPart, PendingImport
+from kvcache.replica.block_table import PendingImport, StateImportPart
 from kvcache.replica.context import Context, HasherOfRow, SafeContext
 from kvcache.replica.hashing import PrefixHasher
+from kvcache.replica.kept import Kept
+from kvcache.replica.leases import PageLeases
 from kvcache.replica.resume import Found, FromBelow, Reservation
 from kvcache.replica.rows import NEVER, ONE, Filled, Ints
 from kvcache.replica.tables import RowTables
 from kvcache.states.state_pages import NO_STATE, StatePages
+from kvcache.types import KVCacheMetrics
 
 
-class RowStates:
+class RowStates(Kept):
     """The recurrent state of each row of one replica. A row has a state page from `claim` to `release`.
 
     If states have separate memory, that memory has a page for each row, and pages for cached copies. If states share
@@ -49,9 +53,14 @@ class RowStates:
         pages: the state pages.
     """
 
-    def __init__(self, pages: StatePages, tables: RowTables, hasher_of: HasherOfRow, params: KVCacheParams) -> None:
-        self.pages = pages
-        self._tables, self._hasher_of = tables, hasher_of
+    num_lists = 1
+    told = ", the last with one state page"
+
+    def __init__(self, pages: StatePages, params: KVCacheParams, tables: RowTables, hasher_of: HasherOfRow) -> None:
+        super().__init__(tables, hasher_of)
+        self.pages, self.drafted = pages, pages.drafted
+        self.resumes_anywhere = not params.enable_prefix_caching
+        self.pools = (pages.pool,)
         self._rows, self._pool = tables.rows, tables.pool
         self._caching = params.enable_prefix_caching
         # the number of tokens between two cached copies of a request's state
@@ -64,7 +73,23 @@ class RowStates:
     def _name(self, row: int) -> str:
         return self._rows.request_ids[row] or ""
 
+    @property
+    def generation(self) -> int:
+        return self.pages.generation
+
+    @property
+    def metrics(self) -> KVCacheMetrics:
+        return KVCacheMetrics(state_hits=self.pages.hits, state_evictions=self.pages.pool.evictions)
+
     # ---- claims
+
+    @property
+    def has_room(self) -> bool:
+        return self.pages.pool.has_room
+
+    @property
+    def room_may_cost(self) -> bool:
+        return self.pages.pool.room_may_cost
 
     def check_free(self, request_id: str) -> None:
         """Raise `NoFreeStatePageError` if there is no room for the state of one more request."""
@@ -101,7 +126,7 @@ class RowStates:
         return self._tables.shortened(run, digests, ends)
 
     def ends(self, digests: Digests, row: int | None = None, *, anywhere: bool = False) -> Asked:
-        """See `Replica.ends`. Only pages after which a state is cached count.
+        """Returns a mask, bool `[pages]`, of the pages after which a state is cached.
 
         If the request's own state is promised to the readers of a lease, no page counts, because the state must not be
         replaced.
@@ -110,9 +135,31 @@ class RowStates:
             return np.zeros(len(digests), np.bool_)
         return self.pages.there(digests) if anywhere else self.pages.kept_after(digests)
 
+    def lendable(self, digests: Digests) -> Asked:
+        """Returns a mask, bool `[pages]`, of the pages after which the device has a cached state.
+
+        States in lower tiers cannot be leased.
+        """
+        return self.pages.pool.index.find(digests) != NO_PAGE
+
     # ---- tiers
 
-    def ask(self, tier: PagesBelow, digests: Digests, first: int) -> tuple[bool, Digests]:
+    @property
+    def fetches(self) -> bool:
+        return self.pages.below.fetches
+
+    def ask(
+        self, tier: PagesBelow, digests: Digests, first: int, *, coming: bool, wait: bool
+    ) -> tuple[bool, Digests | None]:
+        if coming and not wait:
+            return True, None
+        asking, known = self._ask(tier, digests, first)
+        # The answer may show a later state. Loading an earlier state in the meantime would be costly.
+        if asking and not wait:
+            return True, None
+        return coming or asking, known
+
+    def _ask(self, tier: PagesBelow, digests: Digests, first: int) -> tuple[bool, Digests]:
         """Ask remote stores for the latest state of the prompt with these digests, and for the pages before it.
 
         `tier` is asked for the pages. Known answers are not asked for again. The caller already has the first `first`
@@ -159,9 +206,13 @@ class RowStates:
         pool.release(wanted.here)
         return coming
 
+    def finish_loads(self) -> None:
+        """Wait for running copies of states to the device, which may hold state pages of released requests."""
+        self.pages.below.load_all()
+
     # ---- reservations and steps
 
-    def planned(self, row: int, context: SafeContext, plan: Reservation) -> Reservation:
+    def plan(self, row: int, context: SafeContext, plan: Reservation) -> Reservation:
         """Returns `plan`, with a shorter chunk if a state must be kept after a token within the chunk."""
         if not self._caches(row):
             return plan
@@ -175,7 +226,7 @@ class RowStates:
         active = min((stop for stop in stops if start < stop < active), default=active)
         return plan._replace(active=active, state=self.digest_at(row, context, plan.cached), stops=of_prompt)
 
-    def reserve(self, row: int, plan: Reservation) -> None:
+    def take(self, row: int, plan: Reservation) -> None:
         """Record that the row runs as `plan` says. If a cached state was found, copy it into the row's state page.
 
         Called before the row gets its pages, because allocating pages may evict the state that was found.
@@ -184,7 +235,13 @@ class RowStates:
             self.pages.resume(self._name(row), plan.state, plan.start)
         self._stops[row] = plan.stops
 
-    def keep(self, full: Filled) -> None:
+    def refuse_overlap(self, requests: int) -> None:
+        raise InvalidRequestError(
+            f"fetch_ahead of {requests} requests: a step overwrites the recurrent states of the previous step, so the "
+            "steps of this model cannot overlap: call fetch"
+        )
+
+    def computed(self, full: Filled) -> None:
         """Cache a copy of the state of each row whose computed tokens end with the last of the row's `full` pages."""
         rows, tokens, digests = full.rows, full.lasts * self._rows.size, full.digests
         if len(digests) > len(rows):
@@ -217,6 +274,12 @@ class RowStates:
         last = tokens // self._rows.page_size
         return self._hasher_of(row, context).digests(context.tokens, last - 1, last)
 
+    def goes_on_from(self, request_id: str, start: int) -> int:
+        return self.pages.goes_on_from(request_id, start)
+
+    def settle(self, request_id: str, start: int) -> None:
+        self.pages.settle(request_id, start)
+
     def check_fork(self, parent: int) -> None:
         """Raise `StatePageError` unless the parent's state covers exactly its computed tokens."""
         request_id, cached = self._name(parent), self._rows.cached.item(parent)
@@ -233,15 +296,18 @@ class RowStates:
 
     # ---- leases, block tables and imports
 
-    def held(self, row: int) -> HeldPages:
+    def held(self, row: int) -> Sequence[HeldPages]:
         """Returns the row's state page, for a lease to hold.
 
         Raises `StatePageError` if drafted tokens ran and no `step` has said which of them stay.
         """
         self.pages.check_booked(self._name(row))
-        return self.pages.held(self._name(row))
+        return (self.pages.held(self._name(row)),)
 
-    def named(self, row: int, num_tokens: int, *, full_pages: bool) -> tuple[int, ...]:
+    def held_copies(self, digest: Digests) -> Sequence[HeldPages]:
+        return (self.pages.held_copy(digest),)
+
+    def named(self, row: int, num_tokens: int, *, full_pages: bool) -> tuple[tuple[int, ...], ...]:
         """Returns the row's state page, as the last group of a block table.
 
         While the page is leased, the state does not change. Raises `StatePageError` if drafted tokens ran without a
@@ -249,7 +315,7 @@ class RowStates:
         is for a prompt that still runs. It names no state, because the next chunk overwrites the state.
         """
         if full_pages:
-            return ()
+            return ((),)
         request_id, pages = self._name(row), self.pages
         pages.check_booked(request_id)
         tokens = pages.tokens_of(request_id)
@@ -259,13 +325,30 @@ class RowStates:
             )
         pages.tell(request_id)
         self._pool.moves.told(row)
-        return (pages.page_of(request_id),)
+        return ((pages.page_of(request_id),),)
+
+    def refusal(self, lists: Sequence[tuple[int, ...]], num_tokens: int, *, last: bool) -> str:
+        """Returns why a table with this one list cannot be imported.
+
+        Only the last table of a prompt must name a state.
+        """
+        (pages,) = lists
+        if not pages and last:
+            return (
+                f"names no page of the recurrent state after its {num_tokens} tokens, because it was made with "
+                "full_pages: the last table of a prompt is made without full_pages"
+            )
+        if len(pages) > 1:
+            return f"names {len(pages)} state pages; a request has one"
+        if pages and not 0 < pages[0] < 1 << 31:
+            return f"names state page {shown(pages[0])}; 1 to 2**31 - 1 are allowed"
+        return ""
 
     def begin_import(self, row: int, context: SafeContext, pending: PendingImport) -> None:
         """Add the request's recurrent state to the import `pending`. A block table has the state in its last group."""
         request_id = context.request_id
         page = self.pages.begin_import(request_id, self.digest_at(row, context, context.start_idx))
-        pending.parts.append(ImportPart(0, np.array([page], np.int32), is_state=True))
+        pending.parts.append(StateImportPart(0, np.array([page], np.int32)))
         pending.on_free = functools.partial(self._cancel_import, request_id, page)
 
     def _cancel_import(self, request_id: str, page: int) -> None:
@@ -293,28 +376,38 @@ class RowStates:
         if self._caches(row) and last and not beyond and self._rows.table[0, row, last - 1] != NO_PAGE:
             self._keep(np.array([row]), np.array([tokens]), self.digest_at(row, context, tokens))
 
+    # ---- resets, recovery and checks
+
+    def forget(self) -> None:
+        self.pages.forget_copies()
+
+    def rebuild(self, written: Sequence[int], leases: PageLeases) -> None:
+        self.pages.rebuild(written, leases.holders(self.pages.pool))
+
+    def check(self, requests: Mapping[str, int], written: Sequence[int], leases: PageLeases) -> None:
+        self.pages.check(requests, written, leases.holders(self.pages.pool))
+
 
 def step_drafted(
-    each: Sequence[RowStates], gathered: Gathered, step: Callable[[Gathered, Callable[[], None]], None]
+    each: Sequence[Kept], gathered: Gathered, step: Callable[[Gathered, Callable[[], None]], None]
 ) -> None:
     """Do a `step` for requests, some of which have run drafted tokens.
 
-    `each` has the states of each replica. `step` calls its second argument once the tokens are published. If some
+    `each` has what each replica keeps. `step` calls its second argument once the tokens are published. If some
     drafted tokens of a request were removed, its `start_idx` is set back to the number of tokens that its state can
     cover. Raises `StatePageError` if a `start_idx` is before or after all tokens that ran, and also raises the errors
     of `step`. In these cases nothing has changed.
     """
-    drafted: list[tuple[Context, str, StatePages, int, int]] = []
+    drafted: list[tuple[Context, str, Kept, int, int]] = []
     owners: list[int] = gathered.replicas.tolist()
     for context, replica_idx in zip(gathered.contexts, owners, strict=True):
-        name, states, start = context.request_id, each[replica_idx].pages, context.start_idx
-        if name in states.drafted:
-            goes_on = states.goes_on_from(name, start)
-            drafted.append((context, name, states, start, goes_on))
+        name, kept, start = context.request_id, each[replica_idx], context.start_idx
+        if name in kept.drafted:
+            drafted.append((context, name, kept, start, kept.goes_on_from(name, start)))
 
     def settle() -> None:
-        for _, name, states, _, goes_on in drafted:
-            states.settle(name, goes_on)
+        for _, name, kept, _, goes_on in drafted:
+            kept.settle(name, goes_on)
 
     try:
         for context, _, _, _, goes_on in drafted:

@@ -15,15 +15,17 @@ If a request is leased, its leases take over those pages that fall out of a wind
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
 from kvcache.errors import InvalidRequestError, InvariantError
-from kvcache.layer_groups import LayerGroup, LayerTables, TableGroup
+from kvcache.layer_groups import LayerTables
 from kvcache.pool.index import INDEX, NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
 from kvcache.pool.pages_below import Asked, PagesBelow, Slots, last_end
 from kvcache.replica.context import ContextIndices, chunk_end
+from kvcache.replica.kept_pages import ColumnSpan, KeptPages
 from kvcache.replica.leases import PageLeases
 from kvcache.replica.resume import Found, FromBelow, Reservation, resume
 from kvcache.replica.rows import NEVER, ONE, BlockRows, Ints, Pages, Rows, as_rows
@@ -70,17 +72,17 @@ class RowTables:
     ) -> None:
         self.count = len(tables.tables)
         self.kinds, self.kinds_named = tables.kinds, tables.kinds_named
-        self.groups = tables.groups
+        self.groups = tuple(KeptPages(of, number, rows) for number, of in enumerate(tables.groups))
         # Whether the first table keeps the pages of all tokens. If so, no other table has pages that it lacks.
         self.keeps_prefix = self.groups[0].group.keeps_all
         # Whether some tables have pages only for the chunk that runs.
-        self.in_chunks = not all(group.keeps_all for group, _ in self.groups)
+        self.in_chunks = not all(kept.group.keeps_all for kept in self.groups)
         self.pool, self.rows, self._leases, self._caching = pool, rows, leases, caching
         self._page_size = rows.page_size
         # For each table, the value that is mixed into a digest, `[tables, 1, words]`.
         self._mixed = np.zeros((self.count, 1, pool.index.digest_words), np.uint64)
         self._mixed[:, 0, 0] = [number * _MIX % (1 << 64) for number in range(self.count)]
-        self._no_pages = tuple(np.zeros((group.num_tables, 0), np.int32) for group in self.groups)
+        self._no_pages = tuple(np.zeros((kept.num_tables, 0), np.int32) for kept in self.groups)
         if self.is_plain:
             self._no_pages = (_NO_PAGES,)
         self._nothing = Found(0, 0, self._no_pages, 0)  # the result for most new prompts
@@ -152,12 +154,12 @@ class RowTables:
         absent[:, :first] = False
         there = ~absent | below(every, absent)
         end = resume(there, self.groups, self._page_size, 0, ends)
-        reach = resume(there, [one for one in self.groups if one.group.keeps_all], self._page_size)
+        reach = resume(there, [kept for kept in self.groups if kept.group.keeps_all], self._page_size)
         needed, found = np.zeros_like(absent), list[Pages]()
-        for group, tables in self.groups:
-            begin = min(end, max(first, self._seen(group, end * self._page_size)))
-            needed[tables, begin:end] = True
-            found.append(pages[tables, begin:end])
+        for kept in self.groups:
+            begin = min(end, max(first, kept.seen(end * self._page_size)))
+            needed[kept.tables, begin:end] = True
+            found.append(pages[kept.tables, begin:end])
         return FromBelow(end, reach, every, needed & absent, tuple(found), pages.T[(needed & ~absent).T])
 
     def whole(self, digests: Digests, most: int, ends: Asked | None = None) -> tuple[int, list[Pages]]:
@@ -184,12 +186,11 @@ class RowTables:
         cached pages to use after the row's published columns. If the context's chunk ends before `start`, a chunk of
         the same length begins at `start`.
         """
-        spans: list[tuple[int, int, int]] = []
-        for number, (group, _) in enumerate(self.groups):
-            before, now = 0 if row is None else self.rows.firsts.item(number, row), self._seen(group, start)
-            # pages that are not published yet must stay until `step` has published them
-            first = max(before, min(now, found.end) if self._publishes(row) else now)
-            spans.append((first, max(first, found.end), self._to_hold(group, indices, length, start)))
+        keeps = self._publishes(row)
+        spans = [
+            kept.plan(row, indices, length, start, pages, found.end, keeps=keeps)
+            for kept, pages in zip(self.groups, found.pages, strict=True)
+        ]
         return self._planned(row, indices, start, found, spans)
 
     def plan_import(
@@ -201,71 +202,46 @@ class RowTables:
         up the pages that later queries see: on the device, and in the host memory of `tier`. `digests` are the digests
         of the full pages before token `start`; empty without prefix caching.
         """
-        found, slots, spans = list[Pages](), list[Slots](), list[tuple[int, int, int]]()
-        for group, tables in self.groups:
-            first = self._seen(group, start)
-            names = self.every(digests[first:], tables)
+        slots, spans = list[Slots](), list[ColumnSpan]()
+        for kept in self.groups:
+            first = kept.seen(start)
+            names = self.every(digests[first:], kept.tables)
             pages = self._find_each(names)
             below = np.where(
                 pages == NO_PAGE, tier.slots(names.reshape(-1, names.shape[2])).reshape(pages.shape), NO_PAGE
             )
             missing = (pages == below).any(axis=0).nonzero()[0]  # two items are equal only if both are `NO_PAGE`
             end = missing.item(0) if missing.size else pages.shape[1]
-            found.append(pages[:, :end])
             slots.append(below[:, :end][pages[:, :end] == NO_PAGE])
-            spans.append((first, first + end, -(-length // self._page_size)))
+            spans.append(ColumnSpan(pages[:, :end], first, first + end, -(-length // self._page_size)))
         # No page of the tokens before column `here.end` is copied, because all tables have them cached.
-        here = here._replace(pages=tuple(found), slots=np.concatenate(slots))
+        here = here._replace(slots=np.concatenate(slots))
         return self._planned(None, indices, here.end * self._page_size, here, spans)
 
     def _planned(
-        self, row: int | None, indices: ContextIndices, start: int, here: Found, spans: list[tuple[int, int, int]]
+        self, row: int | None, indices: ContextIndices, start: int, here: Found, spans: Sequence[ColumnSpan]
     ) -> Reservation:
-        """Plan the reservation of a request that runs from token `start`, with the pages in `here`.
-
-        `spans` has three columns for each group: its items of `Reservation.firsts` and `Reservation.ends_found`, and
-        the column up to which the group needs pages.
-        """
-        found, (firsts, ends_found, until) = here.pages, zip(*spans, strict=True)
-        had = [0] * len(firsts) if row is None else self.rows.ends[:, row].tolist()
-        ends = [*map(max, had, until)]
-        new = sum(
-            tables.num_tables * max(0, end - max(before, at))
-            for tables, end, before, at in zip(self.groups, ends, had, ends_found, strict=True)
-        )
-        new += sum(int(np.count_nonzero(pages == NO_PAGE)) for pages in found)
+        """Plan the reservation of a request that runs from token `start`, with the pages in `spans`."""
+        new = sum(kept.new(row, span) for kept, span in zip(self.groups, spans, strict=True))
         gone = freed = _NO_PAGES
-        if row is not None and had[0]:
-            leaves = np.zeros((self.count, had[0]), np.bool_)
-            mine = self.rows.table[:, row, : had[0]].T
-            for (_, tables), pages, at, now in zip(self.groups, found, ends_found, firsts, strict=True):
-                leaves[tables, :now] = True
-                own = mine.T[tables, at - pages.shape[1] : at]
-                come = pages[:, : own.shape[1]]
-                # The row's own page leaves if another page was found for its column. If only a lower tier has the page,
-                # the content is restored into the row's own page.
-                leaves[tables, at - pages.shape[1] : at] |= (come != NO_PAGE) & (come != own)
-                new -= int(np.count_nonzero((come == NO_PAGE) & (own != NO_PAGE)))
-            leaves &= mine.T != NO_PAGE
+        if row is not None and (had := self.rows.num_pages.item(row)):
+            parts = [kept.leaving(row, span, had) for kept, span in zip(self.groups, spans, strict=True)]
+            leaves, mine = np.concatenate(parts), self.rows.table[:, row, :had].T
             gone = mine[leaves.T]
-            for (_, tables), first, last in self._for_readers(row, found, ends_found, firsts):
-                leaves[tables, first:last] = False
+            for kept, first, last in self._for_readers(row, spans):
+                leaves[kept.tables, first:last] = False
             freed = mine[leaves.T]
-        taken = sum(self.pool.would_be_taken(pages[pages != NO_PAGE]) for pages in found)
+        taken = sum(self.pool.would_be_taken(span.found[span.found != NO_PAGE]) for span in spans)
         cost = new + taken - self.pool.would_be_freed(freed)
-        committed = min(map(_before_hole, found, ends_found)) if self._publishes(row) else 0
+        committed = min(span.hole for span in spans) if self._publishes(row) else 0
         if row is not None and here.first > (own := self.rows.committed.item(row)):
             committed = own  # the row has computed pages that are not published yet
         cached, active = start if here.num_columns else 0, chunk_end(indices, start)
-        bounds = ends_found, firsts, tuple(ends)
-        return Reservation(found, *bounds, gone, new, committed, cost, start, active, cached, here.reached, here.slots)
+        return Reservation(tuple(spans), gone, new, committed, cost, start, active, cached, here.reached, here.slots)
 
     def least(self, indices: ContextIndices, length: int, start: int) -> int:
         """Returns the number of pages that the request takes if it runs from token `start` and finds no cached page."""
-        return sum(
-            tables.num_tables * (self._to_hold(tables.group, indices, length, start) - self._seen(tables.group, start))
-            for tables in self.groups
-        )
+        return sum(kept.num_tables * (kept.until(indices, length, start) - kept.seen(start)) for kept in self.groups)
 
     def most(self, indices: ContextIndices, length: int) -> int:
         """Returns the largest number of pages that a request without pages can take, wherever it resumes."""
@@ -274,9 +250,9 @@ class RowTables:
         active = np.where(starts < active, active, np.minimum(known, starts + active - start))
         tokens = np.where(active < known, active, length)
         pages = 0
-        for group, tables in self.groups:
-            columns = -(-(length if group.keeps_all else tokens) // size)
-            pages += (tables.stop - tables.start) * int((columns - group.first_seen(starts) // size).max())
+        for kept in self.groups:
+            columns = -(-(length if kept.group.keeps_all else tokens) // size)
+            pages += kept.num_tables * int((columns - kept.group.first_seen(starts) // size).max())
         return pages
 
     def take(self, row: int, plan: Reservation) -> Pages:
@@ -285,39 +261,27 @@ class RowTables:
         Returns the pages into which the caller must copy the host slots `plan.slots`.
         """
         rows, pool = self.rows, self.pool
-        parts = [
-            (rows.table[tables, row, at - pages.shape[1] : at], pages)
-            for (_, tables), pages, at in zip(self.groups, plan.found, plan.ends_found, strict=True)
-        ]
-        if (found := np.concatenate([pages[(pages != NO_PAGE) & (pages != mine)] for mine, pages in parts])).size:
+        each = list(zip(self.groups, plan.spans, strict=True))
+        if (found := np.concatenate([kept.come(row, span) for kept, span in each])).size:
             pool.hold(found)
+            of_first = plan.spans[0].found[0]
             for tell in pool.journal.found:
-                tell(plan.found[0][0][plan.found[0][0] != NO_PAGE])
-        for (_, tables), first, last in self._for_readers(row, plan.found, plan.ends_found, plan.firsts):
-            self._leave_to_readers(row, tables, first, last)
-        had = rows.ends[:, row].tolist()
-        for (_, tables), before, now in zip(self.groups, rows.firsts[:, row].tolist(), plan.firsts, strict=True):
-            rows.table[tables, row, before:now] = NO_PAGE
-        for mine, pages in parts:
-            np.copyto(mine, pages, where=pages != NO_PAGE)
-        rows.firsts[:, row] = plan.firsts
+                tell(of_first[of_first != NO_PAGE])
+        for kept, first, last in self._for_readers(row, plan.spans):
+            self._leave_to_readers(row, kept, first, last)
+        for kept, span in each:
+            kept.take(row, span)
         for tell in pool.journal.left:
             tell(np.full(len(plan.leaving), row), plan.leaving)
         pool.release(plan.leaving)
-        new = pool.allocate(plan.new)
-        for mine, _ in parts:
-            holes = mine == NO_PAGE
-            count = np.count_nonzero(holes)
-            mine[holes], new = new[:count], new[count:]
-        for (_, tables), before, at, end in zip(self.groups, had, plan.ends_found, plan.ends, strict=True):
-            part = rows.table[tables, row, max(before, at) : end]
-            part[:] = new[: part.size].reshape(part.shape)
-            new = new[part.size :]
-        rows.ends[:, row] = plan.ends
+        new, restored = pool.allocate(plan.new), list[Pages]()
+        for kept, span in each:
+            pages, new = kept.fill(row, span, new)
+            restored.append(pages)
         rows.commit(row, plan.committed)
         rows.changed[row] = True
         rows.measure(row)
-        return np.concatenate([mine[pages == NO_PAGE] for mine, pages in parts])
+        return np.concatenate(restored)
 
     def append(self, rows: Ints) -> bool:
         """Append a page to each of `rows` in each table, and free the pages that fall out of windows.
@@ -389,16 +353,7 @@ class RowTables:
         The list of a table with a window has only the pages that the next query sees. Without `windows`, this list is
         empty.
         """
-        end, named = -(-tokens // self._page_size), list[tuple[int, ...]]()
-        for number, (group, tables) in enumerate(self.groups):
-            begin = max(first, int(self.rows.firsts[number, row]), self._seen(group, tokens))
-            begin = begin if windows or group.keeps_all else end
-            named += [tuple(pages) for pages in self.rows.table[tables, row, begin:end].tolist()]
-        return tuple(named)
-
-    def by_table(self, of_groups: Sequence[int]) -> list[int]:
-        """Returns, for each table, the value that `of_groups` has for the table's group."""
-        return [one for group, one in zip(self.groups, of_groups, strict=True) for _ in range(group.num_tables)]
+        return tuple(chain.from_iterable(kept.named(row, tokens, first, windows=windows) for kept in self.groups))
 
     def needed(self, row: int, digests: Digests, ends: Sequence[int]) -> tuple[Ints, Pages]:
         """Returns the row's pages in published columns, and the cached pages needed to resume at the columns `ends`.
@@ -407,9 +362,9 @@ class RowTables:
         page. The result has only cached pages, and each page once.
         """
         wanted = self.rows.table[:, row, : len(digests)] != NO_PAGE
-        for group, tables in self.groups:
+        for kept in self.groups:
             for end in ends:
-                wanted[tables, self._seen(group, end * self._page_size) : end] = True
+                wanted[kept.tables, kept.seen(end * self._page_size) : end] = True
         pages = np.where(wanted, self.pages_of(digests), NO_PAGE)
         at = pages.nonzero()
         return at[1], pages[at]
@@ -436,12 +391,12 @@ class RowTables:
 
         None if no row lacks any.
         """
-        for number, (group, _) in enumerate(self.groups):
-            first = self.rows.firsts[number, rows]
-            behind = (group.first_seen(starts) // self._page_size < first).nonzero()[0]
+        for kept in self.groups:
+            first = kept.firsts[rows]
+            behind = (kept.group.first_seen(starts) // self._page_size < first).nonzero()[0]
             if behind.size:
                 at = int(behind[0])
-                begin = first[at] * self._page_size
+                begin, group = first[at] * self._page_size, kept.group
                 return at, f"pages of the layers of kind {group.kind} ({group.window} tokens) before token {begin}"
         return None
 
@@ -456,25 +411,24 @@ class RowTables:
 
     def refuse_fork(self, row: int, computed: int) -> None:
         """Raise `InvalidRequestError` if the row has freed pages that a fork after `computed` tokens sees."""
-        for number, (group, _) in enumerate(self.groups):
-            first = int(self.rows.firsts[number, row])
-            if self._seen(group, computed) < first:
+        for kept in self.groups:
+            if not kept.sees(row, computed):
                 raise InvalidRequestError(
                     f"request {self.rows.request_ids[row]!r}: fork after {computed} computed tokens, but the layers of "
-                    f"kind {group.kind} ({group.window} tokens) have freed their pages before token "
-                    f"{first * self._page_size} for a later step: call step first"
+                    f"kind {kept.group.kind} ({kept.group.window} tokens) have freed their pages before token "
+                    f"{kept.firsts[row] * self._page_size} for a later step: call step first"
                 )
 
     def check(self) -> None:
         """Raise `InvariantError` if a row lacks a page that it needs, or has a page that it must not have."""
         rows = self.rows
         columns = np.arange(rows.table.shape[2], dtype=np.int64)
-        for number, (group, tables) in enumerate(self.groups):
-            with_page = (columns >= rows.firsts[number][:, None]) & (columns < rows.ends[number][:, None])
-            for _, row, column in np.argwhere((rows.table[tables] != NO_PAGE) != with_page)[:1]:
+        for kept in self.groups:
+            if (wrong := kept.wrong(columns)) is not None:
+                row, column = wrong
                 raise InvariantError(
-                    f"request {rows.request_ids[row]!r}: column {column} of the layers of kind {group.kind} "
-                    f"contradicts the recorded range of pages, {rows.firsts[number, row]} to {rows.ends[number, row]}"
+                    f"request {rows.request_ids[row]!r}: column {column} of the layers of kind {kept.group.kind} "
+                    f"contradicts the recorded range of pages, {kept.firsts[row]} to {kept.ends[row]}"
                 )
         if (np.diff(rows.ends, axis=0) > 0).any() or (rows.ends[-1] < rows.committed).any():
             raise InvariantError("a row has pages that its first table does not have, or lacks published pages")
@@ -507,15 +461,15 @@ class RowTables:
         of_row, width = self._leases.of_row, state.width
         leased = [at for at, row in enumerate(rows.tolist()) if row in of_row] if of_row else []
         found: list[tuple[Ints, Pages]] = []  # the pages to free, and the position of each page in the order of freeing
-        for firsts, (group, tables) in zip(state.firsts, self.groups, strict=True):
-            if group.keeps_all:
+        for kept in self.groups:
+            if kept.group.keeps_all:
                 continue
-            before = firsts[rows]
-            now = group.first_seen(state.cached[rows]) // state.size
+            before = kept.firsts[rows]
+            now = kept.group.first_seen(state.cached[rows]) // state.size
             now = np.maximum(before, np.minimum(now, published) if self._caching else now)
             for at in leased:
-                told, behind = self._told(group, int(rows[at]))
-                self._leave_to_readers(int(rows[at]), tables, max(int(before[at]), told), min(int(now[at]), behind))
+                told, behind = self._told(kept, int(rows[at]))
+                self._leave_to_readers(int(rows[at]), kept, max(int(before[at]), told), min(int(now[at]), behind))
             counts = now - before
             at = counts.nonzero()[0]
             if not at.size:
@@ -525,13 +479,13 @@ class RowTables:
             if np.count_nonzero(counts[at] != ONE):
                 at = np.repeat(np.arange(len(rows)), counts)
                 columns = np.arange(len(at)) + np.repeat(before - np.cumsum(counts) + counts, counts)
-            where = state.places(rows[at], columns, tables)
+            where = state.places(rows[at], columns, kept.tables)
             pages = state.entries[where].ravel()
             state.entries[where] = NO_PAGE
-            firsts[rows] = now
+            kept.firsts[rows] = now
             # `release_each` frees its last page first. So pages are sorted by row, the last row first, then by column,
             # then by table.
-            turns = (columns - at * width) * self._counts + self._own_numbers[tables]
+            turns = (columns - at * width) * self._counts + self._own_numbers[kept.tables]
             found.append((turns.ravel(), pages))
         if found:
             turns, pages = found[0] if len(found) == 1 else map(np.concatenate, zip(*found, strict=True))
@@ -539,9 +493,7 @@ class RowTables:
                 tell(rows[-(turns // (width * self.count))], pages)
             self.pool.release_each(pages[turns.argsort()])
 
-    def _for_readers(
-        self, row: int, found: Sequence[Pages], ends_found: Sequence[int], firsts: Sequence[int]
-    ) -> Iterator[tuple[TableGroup, int, int]]:
+    def _for_readers(self, row: int, spans: Sequence[ColumnSpan]) -> Iterator[tuple[KeptPages, int, int]]:
         """Returns ranges of columns, `(group, first, last)`, whose pages the leases of a leased row take over.
 
         Each group has two ranges of columns. In the first range, readers may know the pages, and the pages fall out of
@@ -549,25 +501,21 @@ class RowTables:
         """
         if row not in self._leases.of_row:
             return
-        for number, (of, pages, at, now) in enumerate(zip(self.groups, found, ends_found, firsts, strict=True)):
-            last = min(int(self.rows.ends[number, row]), self._leases.last_read(row))
-            told, behind = self._told(of.group, row)
-            yield of, max(int(self.rows.firsts[number, row]), told), min(now, last, behind)
-            yield of, max(at - pages.shape[1], told), min(at, last)
+        for kept, span in zip(self.groups, spans, strict=True):
+            last = min(kept.ends.item(row), self._leases.last_read(row))
+            told, behind = self._told(kept, row)
+            yield kept, max(kept.firsts.item(row), told), min(span.first, last, behind)
+            yield kept, max(span.columns.start, told), min(span.found_end, last)
 
-    def _told(self, group: LayerGroup, row: int) -> tuple[int, int]:
-        """Returns the columns, `(first, end)`, whose pages in `group` may be known to readers of the leased `row`."""
+    def _told(self, kept: KeptPages, row: int) -> tuple[int, int]:
+        """Returns the columns, `(first, end)`, whose pages in a group may be known to readers of the leased `row`."""
         behind = -(-int(self._leases.told[row]) // self._page_size)
-        return self._seen(group, int(self._leases.kept[row])), behind
+        return kept.seen(int(self._leases.kept[row])), behind
 
-    def _leave_to_readers(self, row: int, tables: slice, first: int, last: int) -> None:
+    def _leave_to_readers(self, row: int, kept: KeptPages, first: int, last: int) -> None:
         """Let the row's leases take over its pages in columns `first` to `last` (excluded)."""
-        for pages in self.rows.table[tables, row, first:last]:
+        for pages in kept.table[:, row, first:last]:
             self._leases.replace(row, first, pages)
-
-    def _seen(self, group: LayerGroup, position: int) -> int:
-        """Returns the first column that a query at token `position` sees in tables of `group`."""
-        return group.first_seen(position) // self._page_size
 
     def _seen_pages(self, first: int, end: int, digests: Digests) -> tuple[Pages, ...]:
         """Returns the published pages that a query at the first token of column `end` sees, one array for each group.
@@ -575,32 +523,12 @@ class RowTables:
         `digests` are the digests of the pages from column `first` on.
         """
         return tuple(
-            self.pages_of(digests[max(0, self._seen(group, end * self._page_size) - first) : end - first], tables)
-            for group, tables in self.groups
+            self.pages_of(digests[max(0, kept.seen(end * self._page_size) - first) : end - first], kept.tables)
+            for kept in self.groups
         )
 
     def _find_each(self, mixed: Digests) -> Pages:
         return self.pool.index.find(mixed.reshape(-1, mixed.shape[2])).reshape(mixed.shape[:2])
-
-    def _to_hold(self, group: LayerGroup, indices: ContextIndices, length: int, start: int) -> int:
-        """Returns the column after the last column that needs a page if the request runs from token `start`.
-
-        With full attention, pages are needed for `length` tokens. With a window, pages are needed up to the end of the
-        chunk.
-        """
-        if not group.keeps_all:
-            active = chunk_end(indices, start)
-            length = active if active < indices[2] else length
-        return -(-length // self._page_size)
-
-
-def _before_hole(pages: Pages, end: int) -> int:
-    """Returns the first column in which a table lacks its page, or `end` if no table lacks a page.
-
-    `pages` is `[tables, pages]`. The last page of each table is in column `end - 1`.
-    """
-    holes = (pages == NO_PAGE).any(axis=0).nonzero()[0]
-    return end - pages.shape[1] + int(holes[0]) if holes.size else end
 
 
 class OneTable(RowTables):
@@ -631,20 +559,19 @@ class OneTable(RowTables):
         cached, active = start if count else 0, indices[1]
         if start >= active:
             active = chunk_end(indices, start)
-        ends, cost, pool = (max(needed, have),), new + count, self.pool
+        cost, pool = new + count, self.pool
         # Without found pages this is exact. Otherwise it is an upper bound, because a found page that another request
         # holds takes no free page. Nearly always it is small enough, and the exact number takes longer.
         if count and cost > pool.free_count - pool.beside:
             kept = 0 if row is None else max(0, self._leases.last_read(row) - first)
             cost = new + pool.would_be_taken(found.pages[0]) - pool.would_be_freed(leaving[kept:])
-        return Reservation(
-            found.pages, (end,), (0,), ends, leaving, new, end, cost, start, active, cached, found.reached
-        )
+        span = ColumnSpan(found.pages[0], 0, end, max(needed, have))
+        return Reservation((span,), leaving, new, end, cost, start, active, cached, found.reached)
 
     def take(self, row: int, plan: Reservation) -> Pages:
         if plan.slots.size:
             return super().take(row, plan)
-        rows, pool, (found,), end = self.rows, self.pool, plan.found, plan.committed
+        rows, pool, (found, _, end, last) = self.rows, self.pool, plan.spans[0]
         if found.size:
             pool.hold(found)
             if plan.leaving.size:
@@ -654,7 +581,7 @@ class OneTable(RowTables):
             rows.table[0, row, end - len(found) : end] = found
             for tell in pool.journal.found:
                 tell(found)
-        new, last = plan.new, plan.ends[0]
+        new = plan.new
         if new == 1:  # a growing conversation; `allocate_one` takes a third of the time of `allocate`
             rows.table[0, row, last - 1] = pool.allocate_one()
         elif new:

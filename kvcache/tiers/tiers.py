@@ -222,7 +222,7 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
         raise InvariantError(f"replica {number}: page {page} must be both marked and queued for a copy, or neither")
 
 
-class Kept(NamedTuple):
+class TierContent(NamedTuple):
     """The kind of content that tiers keep (token pages or recurrent states), and how much of it they keep."""
 
     shard_bytes: Sequence[int]  # the bytes of one page or state on each shard
@@ -234,7 +234,7 @@ class Kept(NamedTuple):
     are_states: bool = False
 
 
-def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, *, pinned: bool) -> Tiers:
+def make_tiers(params: KVCacheParams, kept: TierContent, page_size: int, *, pinned: bool) -> Tiers:
     """Returns the tiers that `params` ask for. They are not connected to replicas yet.
 
     `pinned` means that GPUs copy from and to the host memory.
@@ -285,7 +285,7 @@ def page_tiers(
             f"host_kvcache_swap_space_gb is {params.host_kvcache_swap_space_gb}, {room.host_bytes} bytes: "
             f"at least one page of {sum(sizes)} bytes must fit"
         )
-    kept = Kept(
+    kept = TierContent(
         sizes,
         room.host_bytes // sum(sizes),
         room.file_bytes,
@@ -326,7 +326,7 @@ def state_tiers(
         return None
     layouts = states[0].layouts
     offsets = [kind_offsets(kinds) for kinds in layouts]
-    kept = Kept(
+    kept = TierContent(
         [at[-1] for at in offsets],
         room.state_slots,
         room.state_file_bytes,

@@ -9,6 +9,7 @@ import torch
 from kvcache import ImportProof, KVCacheParams, PagedKVCacheManager, PendingImport, TextContext
 from kvcache.layer_groups import layer_tables
 from kvcache.params import StateShape
+from kvcache.replica.block_table import StateImportPart
 from kvcache.sizing import page_bytes
 from kvcache.states.state_memory import room_apart
 from kvcache.states.state_pages import StatePages
@@ -99,7 +100,7 @@ def proven(manager: PagedKVCacheManager, pending: PendingImport) -> ImportProof:
 def state_pages(pending: PendingImport) -> tuple[int, int]:
     """Returns two state pages: the source page of an import's copy, and its target page."""
     part = pending.parts[-1]
-    assert part.is_state
+    assert isinstance(part, StateImportPart)
     return int(part.src_pages[0]), int(part.dst_pages[0])
 
 

@@ -38,6 +38,7 @@ from kvcache import (
     StepInFlight,
     TextContext,
 )
+from kvcache.replica.block_table import StateImportPart
 from kvcache.types import RaggedKVCacheInputs
 from tests.kvcache.build import manager_of
 from tests.kvcache.tiers.stored_objects import COUNT, StoredObjects
@@ -549,7 +550,7 @@ class HandOver:
         copier = reader.manager.copier(pending)
         for part, copy in zip(pending.parts, copier.take(), strict=True):
             sources, targets = np.array(copy.src_pages), np.array(copy.dst_pages)
-            if part.is_state:
+            if isinstance(part, StateImportPart):
                 if len(sources):
                     ours = reader.manager.states[pending.replica_idx]
                     theirs = self.source.manager.states[pending.src_replica_idx]

@@ -140,11 +140,11 @@ class Scene:
             pool = replica.pool
             free = (pool.holders == 0) & (pool.writers == 0) & ~pool.index.published
             blocks[np.flatnonzero(free)] = 99
-            for states in replica.states if not pool.beside else ():
-                of = states.pages.pool
-                unused = np.flatnonzero((of.holders == 0) & (of.writers == 0) & ~of.index.published)
-                for one in states.pages.blocks[0]:
-                    one[unused[unused > 0]] = 99
+        for states in self.manager.states if not self.manager.slab_pages else ():
+            of = states.pool
+            unused = np.flatnonzero((of.holders == 0) & (of.writers == 0) & ~of.index.published)
+            for one in states.blocks[0]:
+                one[unused[unused > 0]] = 99
 
     @property
     def written(self) -> set[int]:
@@ -227,7 +227,7 @@ def commit(scene: Scene) -> Callable[[], object]:
     copy = scene.manager.copier(pending)
     scene.copiers.append(copy)
     for part, of_part in zip(copy.take(), pending.parts, strict=True):
-        if not of_part.is_state:  # both managers have the same layout
+        if not len(of_part.besides):  # both managers have the same layout
             ours, theirs = scene.manager.device_tensors[0][0], scene.source.device_tensors[0][0]
             ours[np.asarray(part.dst_pages)] = theirs[np.asarray(part.src_pages)]
     proof = copy.prove()

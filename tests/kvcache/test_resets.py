@@ -62,7 +62,7 @@ def hit(manager: PagedKVCacheManager, tokens: list[int] = PROMPT) -> int:
 
 def published(manager: PagedKVCacheManager) -> int:
     replicas = manager._replicas
-    pools = [one.pool for one in replicas.each] + [one.pages.pool for one in replicas.states]
+    pools = [one.pool for one in replicas.each] + [one.pool for one in replicas.states]
     pools += [tiers.host.pool for tiers in replicas._all_tiers]
     return sum(int(pool.index.published.sum()) for pool in pools)
 

@@ -176,14 +176,14 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.row_states",
         [
-            Mutation("step_drafted", "each[replica_idx].pages", "each[0].pages"),
+            Mutation("step_drafted", "each[replica_idx]", "each[0]"),
         ],
     ),
     Module(
         "kvcache.endpoints.prometheus",
         [
-            Mutation("_states", "states.pages.pool.idle.count", "states.pages.num_held"),
-            Mutation("_of_states", "read(states.pages)", "read(all_of.states[0].pages)"),
+            Mutation("_states", "states.pool.idle.count", "states.num_held"),
+            Mutation("_of_states", "read(states)", "read(all_of.states[0])"),
             Mutation("_pages", "replica.pool.num_pages - free", "replica.pool.num_pages - idle"),
             Mutation("_prompt_tokens", "metrics.cache_tokens", "metrics.prompt_tokens"),
         ],

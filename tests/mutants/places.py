@@ -52,6 +52,8 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/hashing": "replica/chained",
         "replica/imports": "replica/further_imports handover events/events",
         "replica/inputs": "replica/batch steps_in_flight replica/further_tables",
+        "replica/kept": "replica/replica manager states/row_states",
+        "replica/kept_pages": "replica/further_tables replica/further_imports million_moves replica/leases",
         "replica/reservation": "replica/replica",
         "replica/resume": "replica/further_tables replica/pages_below states/grouped_states replica/lent_tables",
         "replica/rows": "replica/further_tables replica/batch replica/fork handover million_moves",

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvcache import InvalidRequestError
-from kvcache.replica.block_table import BlockTable, ImportPart, PageDigests, PendingImport
+from kvcache.replica.block_table import BlockTable, ImportPart, PageDigests, PendingImport, StateImportPart
 
 
 def table(first_page: int, pages: int, page_size: int = 4, num_tokens: int | None = None) -> BlockTable:
@@ -74,7 +74,7 @@ def test_pages_are_taken_once_whatever_the_page_sizes_of_both_sides(ours: int, t
 
 def test_a_state_is_copied_even_where_every_page_is_cached() -> None:
     cached, rest = ImportPart(8, np.zeros(0, np.int32), stop=8), ImportPart(4, np.array([7], np.int32), stop=8)
-    state = ImportPart(0, np.array([1], np.int32), is_state=True)
+    state = StateImportPart(0, np.array([1], np.int32))
     unknown = ImportPart(0, np.array([3], np.int32))
     assert pending(unknown).tokens == (0, 0)
     for parts, needed in (
@@ -103,7 +103,7 @@ def test_an_import_may_end_where_a_copied_page_ends() -> None:
 
 
 def test_another_table_names_the_pages_to_copy_as_far_as_it_has_them() -> None:
-    state = ImportPart(0, np.array([1], np.int32), is_state=True, stop=20)
+    state = StateImportPart(0, np.array([1], np.int32), stop=20)
     it = pending(ImportPart(4, np.arange(11, 15, dtype=np.int32), stop=20), state)
     it.num_tokens = 20
 
@@ -121,9 +121,7 @@ def test_another_table_names_the_pages_to_copy_as_far_as_it_has_them() -> None:
 
 
 def test_a_state_is_taken_when_all_tokens_have_run() -> None:
-    it = pending(
-        ImportPart(0, np.arange(11, 15, dtype=np.int32)), ImportPart(0, np.array([1], np.int32), is_state=True)
-    )
+    it = pending(ImportPart(0, np.arange(11, 15, dtype=np.int32)), StateImportPart(0, np.array([1], np.int32)))
     for num_tokens, last in ((8, False), (16, True)):
         table = BlockTable("s", 0, num_tokens, 2, (tuple(range(40, 40 + num_tokens // 2)), (9,)), "f")
         named = it.named(table, last=last)

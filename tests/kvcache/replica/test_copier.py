@@ -168,7 +168,7 @@ def test_the_pages_of_a_cancelled_import_are_free_once_its_copier_has_ended(make
     end = copier.give_up if ends == "gives up" else copier.prove
     if when == "before the cancel":
         end()
-        assert target._replicas.each[0].imports.written_states == []
+        assert target._replicas.each[0].imports.written_besides == []
         target.cancel_import(pending)
     else:
         target.cancel_import(pending)

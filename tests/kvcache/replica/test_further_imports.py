@@ -168,10 +168,12 @@ def test_a_source_with_larger_pages_need_not_name_those_before_the_end_of_the_ca
         kinds=("window 6",),
     )
     context = TextContext(PROMPT, 256, "d")
+    target = make((LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)), 2)
+    replica = target._replicas.each[0]
     # All tokens of the table are cached here.
-    imports._check_reach(context, table, ("full", "window 6"), [0, 24])
-    with pytest.raises(BlockTableMismatchError, match="from token 16 on are needed"):
-        imports._check_reach(context, table, ("full", "window 6"), [0, 16])
+    imports._check_reach(replica, context, table, [0, 24])
+    with pytest.raises(BlockTableMismatchError, match="names pages of window 6 .* from token 16 on are needed"):
+        imports._check_reach(replica, context, table, [0, 16])
 
 
 def test_a_table_shorter_than_the_prompt_leaves_the_rest_to_be_computed() -> None:

@@ -155,14 +155,14 @@ def test_only_the_state_from_which_the_request_would_resume_counts_as_used_by_a_
     manager = below(20, every=1)
     served(manager, PROMPT)
     manager.flush_tiers()
-    (states,), tiers, replica = manager._replicas.states, manager._replicas.state_tiers, manager._replicas.each[0]
+    tiers, replica = manager._replicas.state_tiers, manager._replicas.each[0]
     assert tiers is not None
     context = TextContext(PROMPT, 256)
     digests, pool = replica.hasher(None, context).digests(context.tokens, 0, 9), tiers.host.pool
     before = pool.idle.pages().tolist()
-    states.to_host(digests, 0, wait=False)
+    replica.kept.to_host(digests, 0, wait=False)
     assert pool.idle.pages().tolist() == before
-    states.to_host(digests, 4, wait=False)
+    replica.kept.to_host(digests, 4, wait=False)
     (used,) = pool.index.find(digests[3:4]).tolist()
     assert pool.idle.pages().tolist() == [*(slot for slot in before if slot != used), used]
 

@@ -232,7 +232,7 @@ def test_no_state_is_loaded_before_the_pages_that_are_needed_with_it(have: int) 
     assert it.manager.maybe_reserve(running)
     assert replica.pool.free_count // 2 == have, "the pages that are here already are half of the free pages"
     assert not it.manager.contents.bring("theirs", 0, wanted(it), 100)
-    assert not replica.states[0].pages.pool.index.find(digests).any()
+    assert not it.manager.states[0].pool.index.find(digests).any()
     it.manager.release(running.request_id)
     brought(it)
     held = leased(it)

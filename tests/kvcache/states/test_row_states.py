@@ -53,7 +53,7 @@ def test_a_step_that_is_refused_leaves_requests_with_drafted_tokens_where_they_w
         raise InvalidRequestError("refused")
 
     with pytest.raises(InvalidRequestError, match="refused"):
-        step_drafted(manager._replicas.states, manager._claims.gather([context], "step"), refuses)
+        step_drafted(manager._replicas._kept, manager._claims.gather([context], "step"), refuses)
     assert seen == [6], "the state of the remaining tokens is gone, so they have to run again"
     assert (context.start_idx, context.end_idx) == (8, 9)
     assert set(states.drafted) == {"r"}

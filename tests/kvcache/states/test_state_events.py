@@ -47,7 +47,7 @@ def found(manager: PagedKVCacheManager, replica_idx: int, context: TextContext) 
     (pages,) = replica.tables.run(0, digests).pages
     # A request's own claim may evict a state. `match` foresees this eviction, but no reader of the events can, so the
     # claim is left out here.
-    return last_end(replica.ends(digests[: len(pages)])), hashes_of(digests).tolist()
+    return last_end(replica.kept.ends(digests[: len(pages)])), hashes_of(digests).tolist()
 
 
 @pytest.mark.few(5)

@@ -170,7 +170,7 @@ def test_a_request_continues_from_a_state_that_a_hit_has_loaded(model: Any) -> N
     engine, context, start = ready(model)
     states = engine.manager.states[0]
     other = PAGE * (start // PAGE)
-    digest = engine.manager._replicas.states[0].digest_at(0, context, other)
+    digest = engine.manager._replicas.each[0].kept.digest_at(0, context, other)
     states.resume("r", digest, other)
     states.check_booked("r")
     assert (states.tokens_of("r"), states.num_held) == (other, 2)
