@@ -72,6 +72,8 @@ class PagedKVCacheManager(Uncopied):
             for its share.
 
     Examples:
+        >>> import torch
+        >>> from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
         >>> params = KVCacheParams(torch.float16, n_kv_heads=2, head_dim=64, page_size=16, enable_prefix_caching=True)
         >>> manager = PagedKVCacheManager(params, 8, 256, 1, ["cpu"], available_cache_memory=1 << 20)
         >>> first = TextContext(range(40), max_length=256)

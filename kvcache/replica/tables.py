@@ -49,7 +49,7 @@ class RowTables:
                     └ page 7 has fallen out: it is free, and stays cached until its memory is needed
 
     Examples:
-        >>> from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+        >>> from kvcache import KVCacheParams, LayerGroup, PagedKVCacheManager, TextContext
         >>> import torch
         >>> groups = LayerGroup("full", (0,)), LayerGroup("window", (1,), window=16)
         >>> params = KVCacheParams(torch.float16, n_kv_heads=2, head_dim=64, page_size=16, groups=groups)

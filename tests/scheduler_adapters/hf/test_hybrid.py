@@ -234,7 +234,7 @@ def test_tables_that_do_not_fit_are_refused_and_nothing_is_taken(model: Any) -> 
     replace = msgspec.structs.replace
     for wrong, message in (
         (replace(table, groups=table.groups[:1]), "1 page groups; this manager has 2"),
-        (replace(table, groups=(table.groups[0], (1, 2))), "the last with one state page"),
+        (replace(table, groups=(table.groups[0], (1, 2))), "names 2 state pages; a request has one"),
         (replace(table, groups=(table.groups[0], (0,))), "state page 0"),
     ):
         with pytest.raises(BlockTableMismatchError, match=message):
