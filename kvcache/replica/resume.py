@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.layer_groups import TableGroup
 from kvcache.pool.index import Digests, Pages
 from kvcache.pool.pages_below import NO_SLOTS, Asked, Slots, last_end
 from kvcache.replica.kept_pages import ColumnSpan, KeptPages
@@ -102,7 +103,13 @@ class Reservation(NamedTuple):
     stops: tuple[int, ...] = ()
 
 
-def resume(there: Asked, groups: Sequence[KeptPages], page_size: int, first: int = 0, ends: Asked | None = None) -> int:
+def resume(
+    there: Asked,
+    groups: Sequence[KeptPages | TableGroup],
+    page_size: int,
+    first: int = 0,
+    ends: Asked | None = None,
+) -> int:
     """Returns the length of the longest prefix after which the request can resume in every table.
 
     The first `first` pages are not counted, because all tables have them. `there` says which of the later pages each
