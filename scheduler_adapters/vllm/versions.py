@@ -102,7 +102,7 @@ def _misfits(connector: type, base: type) -> Iterator[str]:
             if name not in _OPTIONAL | _OF_HYBRIDS:
                 yield f"it does not call {name}"
             continue
-        function = ours.__func__ if isinstance(ours, classmethod | staticmethod) else ours
+        function: Any = getattr(ours, "__func__", ours)
         if differ := _differing(signature(function), signature(getattr(theirs, "__func__", theirs))):
             yield f"it calls {name} with other arguments: {differ}"
 
@@ -129,16 +129,19 @@ def _version_of(*names: str) -> str:
     return ""
 
 
+def _peer() -> Any:
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415  (older versions lack it)
+    except ImportError:
+        return None
+    return CacheHitSource.P2P
+
+
 VLLM = check_names()
 """The installed version of vLLM."""
 IS_TRIED = ".".join(VLLM.split("+")[0].split(".")[:2]) in TRIED
 """Whether the connector was tried with real engines of this version."""
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-    PEER: Any = CacheHitSource.P2P
-except ImportError:
-    PEER = None
+PEER = _peer()
 """Where vLLM's metrics say that loaded tokens come from. None in versions before 0.32, which do not ask."""
 OURS = _version_of("pagewire") or "of a source tree"
 """The version of this package."""
