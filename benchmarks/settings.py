@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.decode_step import by_calls
 from benchmarks.frame import WARM_UP, Row, options, pin, report, samples, summary
 from benchmarks.pools import expect
 from kvcache import KVCacheParams, KVEvents, LayerGroup, PagedKVCacheManager, TextContext
@@ -74,16 +75,6 @@ def run(manager: PagedKVCacheManager, contexts: Sequence[TextContext]) -> None:
         states.advance(pages, [context.active_idx for context in contexts])
 
 
-def one_by_one(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
-    """Runs a step that reserves the pages of each request in a call of its own."""
-    for context in contexts:
-        manager.maybe_reserve(context)
-    manager.fetch(contexts)
-    for context in contexts:
-        context.update(1)
-    manager.step(contexts)
-
-
 def as_a_list(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
     """Runs a step that reserves the pages of all requests in one call."""
     manager.reserve_batch(contexts)
@@ -94,7 +85,7 @@ def as_a_list(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None
 
 
 CALLS: dict[str, Callable[[PagedKVCacheManager, list[TextContext]], None]] = {
-    "one by one": one_by_one,
+    "one by one": by_calls,
     "a list": as_a_list,
 }
 

@@ -29,10 +29,8 @@ from typing import Any
 _ATTEMPT_S, _STAGGER_S = 10.0, 0.25
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
 _SILENT_S, _SAID_S = 5.0, 60.0  # how long attempts fail before the log says so, and the pause between two messages
-_LAST_WORDS_S, _LOOK_S = (
-    1.0,
-    0.01,
-)  # how long an exiting process waits until its data has been sent, and how often it looks
+_LAST_WORDS_S = 1.0  # how long an exiting process waits until its data has been sent
+_LOOK_S = 0.01  # how often it looks
 _READ = 1 << 16  # in bytes
 _CREDENTIALS = struct.Struct("3i")  # the process, user and group of a peer
 _log = logging.getLogger("pagewire")

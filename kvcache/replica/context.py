@@ -352,12 +352,6 @@ class TextContext:
         self.leave()
         self._start, self._active = 0, self._end
 
-    def __eq__(self, other: object) -> bool:
-        """Whether both are the same object. Never leaves the answer to `other`, whose class may compare otherwise."""
-        return self is other
-
-    __hash__ = object.__hash__
-
     def __getstate__(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         # `tokens` is read first, because this applies the batch's updates. The copied context belongs to no batch.
         tokens = self.tokens.copy()

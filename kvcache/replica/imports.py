@@ -159,7 +159,7 @@ def _check_pages(replica: Replica, context: SafeContext, table: BlockTable, *, l
     """Raise `BlockTableMismatchError` unless the table names the pages that each of our groups of layers needs.
 
     A group with full attention needs the pages of all tokens of the table. A group with a window needs the pages of the
-    window at the end of the table. What else rows keep must be named, too (`Kept.refusal`).
+    window at the end of the table. The table must also name everything else that rows keep (`Kept.refusal`).
     """
     kinds, named, kept = replica.tables.kinds, replica.tables.kinds_named, replica.kept
     lists, beside = len(kinds) + kept.num_lists, table.groups[len(kinds) :]

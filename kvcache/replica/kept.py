@@ -20,7 +20,7 @@ _NOTHING: Mapping[str, int] = {}
 
 
 class Kept:
-    """What each row of one replica keeps besides the pages of its block tables, from `claim` to `release`.
+    """Everything that each row of one replica keeps besides the pages of its block tables.
 
     This base class keeps nothing: a request may resume after any cached page, and pays for nothing else. It serves
     models whose layers all have block tables. The methods are in the order of a request's life.

@@ -265,9 +265,9 @@ class Replica:
     def fetch_prefix(self, digests: Digests, first: int = 0, *, wait: bool) -> bool:
         """Load pages into host memory, so that a request can resume after the longest possible prefix of these digests.
 
-        Returns whether any pages are on their way. The caller already has the first `first` pages. What `kept` needs to
-        resume after the prefix is loaded, too. With `wait`, the call waits a limited time for running reads, but not
-        for a remote store to say what it has. A remote store is asked for the longest prefix that may exist.
+        Returns whether any pages are on their way. The caller already has the first `first` pages. The call also loads
+        everything that `kept` needs to resume after the prefix. With `wait`, it waits a limited time for running reads,
+        but not for a remote store to say what it has. A remote store is asked for the longest prefix that may exist.
         """
         tables, tier = self.tables, self.tier
         if len(digests) <= first or not self.fetches:

@@ -2,7 +2,7 @@
 
 `check_names` runs before any other import, and `check_methods` after the connector is defined. Each reports everything
 that is missing at once. Whether vLLM's kernels write where a transfer reads is checked later, on the registered caches
-(see `proof.py`). A version that was never tried with real engines starts, too, with a warning.
+(see `proof.py`). A version that was never tried starts, too, with a warning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from transfer.errors import InvalidEngineError
 
 TRIED = ("0.30", "0.31", "0.32", "0.33")
-"""The versions that were tried with real engines."""
+"""The versions that were tried: 0.33 with real schedulers and workers, the others with real servers."""
 NAMES = {
     "vllm": "envs",
     "vllm.config": "get_layers_from_vllm_config",
@@ -140,7 +140,7 @@ def _peer() -> Any:
 VLLM = check_names()
 """The installed version of vLLM."""
 IS_TRIED = ".".join(VLLM.split("+")[0].split(".")[:2]) in TRIED
-"""Whether the connector was tried with real engines of this version."""
+"""Whether the connector was tried with this version."""
 PEER = _peer()
 """Where vLLM's metrics say that loaded tokens come from. None in versions before 0.32, which do not ask."""
 OURS = _version_of("pagewire") or "of a source tree"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _OF_ADAPTER = ("adapter_*", "new_embeddings.*")
 _OF_CHECKPOINT = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _WHOLE_BYTES = 256 << 20
-"""Up to this size, a file is read as a whole. Of a larger one, `_PARTS` parts of `_PART_BYTES` are read."""
+"""A file of up to this size is read as a whole. `_PARTS` parts of `_PART_BYTES` are read of a larger one."""
 _PARTS, _PART_BYTES = 1024, 64 << 10
 
 
@@ -75,7 +75,7 @@ def _digest_of_adapter(lora_int_id: int, path: str, changes: tuple[tuple[str, in
 
 
 class LoadedWeights:
-    """What identifies the weights of a worker since vLLM has reloaded or updated them.
+    """Identifies the weights of a worker after vLLM has reloaded or updated them.
 
     Attributes:
         named: empty until then. All ranks have the same names and values.

@@ -36,7 +36,7 @@ def reload(engine: Engine, path: Path | None) -> None:
 def test_a_digest_tells_files_by_name_size_and_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: int
 ) -> None:
-    """Of a file that is larger than a limit, only parts are read: its beginning, its end, and others in between."""
+    """Only parts of a large file are read: its beginning, its end, and others in between."""
     monkeypatch.setattr(weights, "_WHOLE_BYTES", whole)
     monkeypatch.setattr(weights, "_PART_BYTES", 8)
     content = bytes(range(256)) * 64

@@ -119,7 +119,7 @@ def test_a_peer_that_comes_back_at_the_other_address_is_reached_again(names: Nam
 def test_a_peer_that_starts_later_and_a_name_that_is_known_later_are_reached(
     names: Names, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was sent before is kept. The log says which name is not reached."""
+    """Earlier messages are kept. The log names the host that is not reached."""
     monkeypatch.setattr(dialer, "_SILENT_S", 0.0)
     port = str(free_port())
     with closing(dealer(f"tcp://later.example:{port}")) as asking:

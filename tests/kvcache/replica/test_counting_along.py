@@ -191,6 +191,25 @@ def test_an_object_that_calls_itself_equal_to_a_context_does_not_take_its_place(
         manager.fetch([Equal(TextContext(np.arange(12), 200, "a"))])
 
 
+def test_a_subclass_that_calls_every_object_equal_gets_its_own_table(make: Any) -> None:
+    class Equal(TextContext):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = TextContext.__hash__
+
+    manager = make(64, page_size=4)
+    contexts = decoding(manager, [12])
+    one_step(manager, contexts)
+    equal = Equal(np.arange(50, 62), 200, "equal")
+    manager.external_claim("equal")
+    assert manager.maybe_reserve(equal)
+    manager.maybe_reserve(contexts[0])
+    tables = [manager.fetch([one])[0].lookup_table[0, :3].tolist() for one in (contexts[0], equal, contexts[0])]
+    assert tables[0] == tables[2]
+    assert set(tables[0]).isdisjoint(tables[1])
+
+
 @pytest.mark.parametrize("end", ["release", "free"])  # the second as for an import that begins anew
 def test_a_context_without_its_row_counts_no_longer_for_the_next_request_there(make: Any, end: str) -> None:
     manager = make(64, page_size=4, rows=1)
