@@ -51,15 +51,15 @@ def copy_pages(source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Id
         return
     batch = max(1, _STAGED_BYTES // (source.shape[1] * source.element_size()))
     for first in range(0, len(taken), batch):
-        rows, places = taken[first : first + batch], given[first : first + batch]
-        _scatter(_gather(source, rows, target.device), target, places)
+        rows, into = taken[first : first + batch], given[first : first + batch]
+        _scatter(_gather(source, rows, target.device), target, into)
 
 
 def copy_rows(source: NDArray[Any], taken: Ids, target: NDArray[Any], given: Ids) -> None:
     """Do the same as `copy_pages` within host memory."""
     if not source.flags.c_contiguous:  # `take` would first copy the whole array, whose rows are large
-        for row, place in zip(taken.tolist(), given.tolist(), strict=True):
-            target[place] = source[row]
+        for row, at in zip(taken.tolist(), given.tolist(), strict=True):
+            target[at] = source[row]
         return
     at = taken.astype(np.intp)
     for first, last in runs(given):

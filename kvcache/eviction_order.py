@@ -151,9 +151,9 @@ class EvictionOrder(Protocol):
         Undefined for pages that are not in the order. Unlike the other methods, it may be called from any thread.
         """
         mine = self.pages()
-        places = np.zeros(1 + max(int(mine.max(initial=0)), int(pages.max(initial=0))), np.int64)
-        places[mine] = np.arange(len(mine))
-        return places[pages]
+        positions = np.zeros(1 + max(int(mine.max(initial=0)), int(pages.max(initial=0))), np.int64)
+        positions[mine] = np.arange(len(mine))
+        return positions[pages]
 
     def check(self) -> None:
         """Raise `InvariantError` unless `count` is the number of pages in the order."""

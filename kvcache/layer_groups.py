@@ -123,12 +123,12 @@ class LayerTables(NamedTuple):
         return tuple(found)
 
     @property
-    def places(self) -> dict[int, tuple[int, int]]:
+    def positions(self) -> dict[int, tuple[int, int]]:
         """Returns the block table of each layer, and the layer's index among the layers of a page of this table."""
         return {
-            layer: (number, place)
+            layer: (number, position)
             for number, table in enumerate(self.tables)
-            for place, layer in enumerate(table.layers)
+            for position, layer in enumerate(table.layers)
         }
 
     @property

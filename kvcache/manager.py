@@ -574,7 +574,7 @@ class PagedKVCacheManager(Uncopied):
     @property
     def device_tensors(self) -> list[list[torch.Tensor]]:
         """The page tensors, `[replica][shard]`, each of `pages + 1` pages. A transfer engine must register them."""
-        return [place.memory.blocks for place in self._replicas.placed]
+        return [placed.memory.blocks for placed in self._replicas.placed]
 
     @property
     def total_num_pages(self) -> int:

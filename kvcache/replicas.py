@@ -131,10 +131,10 @@ class Replicas:
         self.placed = placed
         self.fingerprint = fingerprint  # identifies the layout of a replica's pages and states on all shards
         self.rows = rows
-        self._counters = [place.replica.counter for place in placed]
+        self._counters = [each.replica.counter for each in placed]
         self.tiers, self.state_tiers = tiers  # the tiers below the token pages, and below recurrent states
         self._all_tiers = [one for one in tiers if one is not None]
-        self.each: list[Replica] = [place.replica for place in placed]
+        self.each: list[Replica] = [each.replica for each in placed]
         self.states = states  # of each replica; empty for a model without recurrent layers
         self._kept = [replica.kept for replica in self.each]
         self.steps = StepsInFlight(placed)
@@ -207,9 +207,9 @@ class Replicas:
         if gathered.slack >= num_steps - 1 or self._reserve_decoding(gathered, num_steps):
             self.mark.call = None
             return np.ones(len(gathered.contexts), np.bool_)
-        places: list[tuple[int, int]] = list(zip(gathered.replicas.tolist(), gathered.rows.tolist(), strict=True))
+        at_rows: list[tuple[int, int]] = list(zip(gathered.replicas.tolist(), gathered.rows.tolist(), strict=True))
         contexts = [read_context(context) for context in gathered.contexts]
-        for (replica_idx, row), context in zip(places, contexts, strict=True):
+        for (replica_idx, row), context in zip(at_rows, contexts, strict=True):
             replica = self.each[replica_idx]
             replica.refuse_reservation(row, context, "reserve_batch")
             # A row without pages has computed nothing, whatever its context says: it may have been preempted.
@@ -217,7 +217,7 @@ class Replicas:
             replica.length_of(context, num_steps, start)
         reserved = np.zeros(len(contexts), np.bool_)
         with self.mark.changing(_RESERVE) as mark:
-            for at, ((replica_idx, row), context) in enumerate(zip(places, contexts, strict=True)):
+            for at, ((replica_idx, row), context) in enumerate(zip(at_rows, contexts, strict=True)):
                 mark.context = context
                 reserved[at] = self.reserve(replica_idx, row, context, num_steps)
                 if reserved[at]:
@@ -260,11 +260,11 @@ class Replicas:
             self._tick(shares)
         fetched: list[RaggedKVCacheInputs] = []
         for share in shares:
-            place = self.placed[share.replica]
-            replica = place.replica
+            placed = self.placed[share.replica]
+            replica = placed.replica
             if not counted:
                 replica.counter.run(share.rows, gathered.starts[share.at], gathered.actives[share.at])
-            fetched += place.inputs(share.rows, *gathered.part(share), num_steps, number)
+            fetched += placed.inputs(share.rows, *gathered.part(share), num_steps, number)
             replica.pool.moves.fetched(share.rows)
         self.mark.call = None
         if not counted:
@@ -373,8 +373,8 @@ class Replicas:
         Published pages and states, leases, imports and steps in flight are kept. Waits until no device and no thread of
         a tier copies, reads or writes anything.
         """
-        for place in self.placed:
-            place.memory.settle()
+        for placed in self.placed:
+            placed.memory.settle()
         for tiers in self._all_tiers:
             tiers.restart()
         self.steps.park()
@@ -419,8 +419,8 @@ class Replicas:
 
         Raises `MovedMemoryError` if memory of pages or tables is no longer at its address.
         """
-        for place in self.placed:
-            place.check()
+        for placed in self.placed:
+            placed.check()
         for replica in self.each:
             _check_replica(replica)
         self.steps.check()

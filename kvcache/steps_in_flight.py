@@ -75,23 +75,23 @@ class StepsInFlight:
                 f"the older one, of {self.open[0].num_requests} requests, first"
             )
         number = ({*range(MOST_STEPS)} - used).pop()
-        for place in self._placed:
-            place.step_tables(number)
+        for placed in self._placed:
+            placed.step_tables(number)
         return number
 
     def begin(self, step: StepInFlight) -> None:
         """Record that the step is in flight. Pages that are released from now on are parked for this step."""
         self.open.append(step)
-        for place in self._placed:
-            place.replica.pool.begin_step()
+        for placed in self._placed:
+            placed.replica.pool.begin_step()
 
     def end(self, step: StepInFlight) -> None:
         """Mark the step as ended on the device. Safe to call twice."""
         if step not in self.open:
             return
         at = self.open.index(step)
-        for place in self._placed:
-            place.replica.pool.end_step(at)
+        for placed in self._placed:
+            placed.replica.pool.end_step(at)
         del self.open[at]
 
     def padded(self, step: StepInFlight, batch_size: int) -> list[RaggedKVCacheInputs]:
@@ -103,25 +103,25 @@ class StepsInFlight:
             raise InvalidRequestError(
                 f"padded to a batch of {batch_size}: the step of {step.num_requests} requests {state}"
             )
-        tables = [table for place in self._placed for table in place.step_tables(step.number)]
+        tables = [table for placed in self._placed for table in placed.step_tables(step.number)]
         return [table.padded(inputs, batch_size) for table, inputs in zip(tables, step.inputs, strict=True)]
 
     def park(self) -> None:
         """Park the pages of each step in flight anew after an interrupt, as the tables of the step name them."""
-        for place in self._placed:
-            pages = [place.step_tables(step.number)[0].pages() for step in self.open]
-            place.replica.pool.parked[:] = [[of_step.astype(INDEX)] for of_step in pages]
+        for placed in self._placed:
+            pages = [placed.step_tables(step.number)[0].pages() for step in self.open]
+            placed.replica.pool.parked[:] = [[of_step.astype(INDEX)] for of_step in pages]
 
     def check(self) -> None:
         """Raise `InvariantError` if a page that a step in flight may read or write is free."""
-        for place in self._placed:
-            pool = place.replica.pool
+        for placed in self._placed:
+            pool = placed.replica.pool
             if len(pool.parked) != len(self.open):
                 raise InvariantError(
                     f"{len(self.open)} steps are in flight, but pages are parked for {len(pool.parked)} steps"
                 )
             for step in self.open:
-                pages = place.step_tables(step.number)[0].pages()
+                pages = placed.step_tables(step.number)[0].pages()
                 free = pages[(pool.holders[pages] == 0) & (pool.writers[pages] == 0)]
                 if free.size:
                     raise InvariantError(f"page {free[0]} is free, but {step} may still read or write it")

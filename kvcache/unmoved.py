@@ -33,7 +33,7 @@ class Unmoved:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._places = [(name, tensor, tensor.data_ptr()) for name, tensor in tensors.items()]
+        self._addresses = [(name, tensor, tensor.data_ptr()) for name, tensor in tensors.items()]
         storages: dict[int, Any] = {}
         for name, tensor in tensors.items():
             storage: Any = tensor.untyped_storage()
@@ -46,7 +46,7 @@ class Unmoved:
     @property
     def moved(self) -> str:
         """Says which tensor is no longer at its address, and why that may be. Empty if none has moved."""
-        for name, tensor, address in self._places:
+        for name, tensor, address in self._addresses:
             if tensor.data_ptr() != address:
                 return (
                     f"{name}: this memory was moved from {address:#x} to {tensor.data_ptr():#x} by torch (`set_`, "

@@ -114,9 +114,9 @@ def draw_bars(
         "limit": {"facecolor": "white", "edgecolor": "black", "linestyle": ":"},
     }
     for number, (who, role) in enumerate(roles.items()):
-        places = [at + 0.4 - thick * (number + 0.5) for at in range(len(cases))]
+        positions = [at + 0.4 - thick * (number + 0.5) for at in range(len(cases))]
         lengths = [bars[case].get(who, 0.0) for case in cases]
-        axes.barh(places, lengths, height=thick, label=who, **looks[role])
+        axes.barh(positions, lengths, height=thick, label=who, **looks[role])
     axes.set_yticks(range(len(cases)), cases, fontsize=8)
     axes.set_ylim(-0.6, len(cases) - 0.4)
     axes.set(xlabel=along)

@@ -241,10 +241,10 @@ class OverlappedLoop(ServingLoop[PagesAheadT_co]):
 
     def _finish(self, ran: _Planned, tokens: list[int]) -> list[Output]:
         """Publishes computed pages, and returns the tokens of the requests that were not aborted during the step."""
-        places = [at for at, entry in enumerate(ran.entries) if self._running.get(entry.request.request_id) is entry]
-        self.manager.step([ran.entries[at].context for at in places])
+        running = [at for at, entry in enumerate(ran.entries) if self._running.get(entry.request.request_id) is entry]
+        self.manager.step([ran.entries[at].context for at in running])
         self.manager.end_step(ran.step)
-        return [self._output(ran.entries[at], tokens[at], ran.lengths[at]) for at in places if ran.yields[at]]
+        return [self._output(ran.entries[at], tokens[at], ran.lengths[at]) for at in running if ran.yields[at]]
 
     def _give_up(self, ran: _Planned) -> None:
         """Aborts the requests of a step in which the model failed. Drops the step that was planned after it."""

@@ -47,7 +47,7 @@ class Fetch:
 
     def ask(self) -> None:
         """Asks the source for all pages of the prompt."""
-        self._exchange.ask(0, self.key, *self._fetcher.place, self.wanted, _TIMEOUT_S)
+        self._exchange.ask(0, self.key, *self._fetcher.contact, self.wanted, _TIMEOUT_S)
 
     def hear(self) -> Lent:
         """Waits for the source's answer."""
@@ -125,8 +125,8 @@ class Fetcher:
     def __init__(self, setting: Setting, lender: LenderProcess) -> None:
         self.manager = manager_of(setting, setting.pages // 2)
         self.exchange = exchange_of(setting, self.manager, "reader", setting.reader)
-        address, engine_id = lender("place")
-        self.place: tuple[str, str] = (address, engine_id)
+        address, engine_id = lender("contact")
+        self.contact: tuple[str, str] = (address, engine_id)
         self._scattered, self._prompts = setting.scattered, Prompts()
 
     def __enter__(self) -> Self:

@@ -38,9 +38,9 @@ _lock = threading.Lock()
 
 
 def dialed(owner: object, host: str, port: int, prepare: Callable[[socket.socket], None]) -> str:
-    """Returns a ZMQ address that leads to this place for as long as `owner` exists.
+    """Returns a ZMQ address that leads to this address for as long as `owner` exists.
 
-    `prepare` sets the options of each connection to the place.
+    `prepare` sets the options of each connection to it.
     """
     name = f"pagewire-dialer-{secrets.token_hex(16)}"
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -60,7 +60,7 @@ class _Carrier:
 
     def __init__(self, inner: socket.socket, host: str, port: int, prepare: Callable[[socket.socket], None]) -> None:
         self._inner, self._host, self._port, self._prepare = inner, host, port, prepare
-        self._outer: asyncio.StreamWriter | None = None  # None until the place has answered
+        self._outer: asyncio.StreamWriter | None = None  # None until the address has answered
 
     async def run(self) -> None:
         """Returns when both connections have ended."""

@@ -424,11 +424,11 @@ def keep_connected(client: socket.socket) -> None:
 
 def listener(address: str) -> tuple[socket.socket, str]:
     """Returns a socket that listens on a tcp or ipc address of ZMQ, and the bound address. Raises `OSError`."""
-    transport, _, place = address.partition("://")
+    transport, _, rest = address.partition("://")
     if transport == "ipc":
-        remove_left(place)
-        return _listener_at(socket.AF_UNIX, "\0" + place[1:] if place.startswith("@") else place), address
-    host, _, port = place.rpartition(":")
+        remove_left(rest)
+        return _listener_at(socket.AF_UNIX, "\0" + rest[1:] if rest.startswith("@") else rest), address
+    host, _, port = rest.rpartition(":")
     if not host or not (port.isdecimal() or port == "*"):
         raise OSError(errno.EINVAL, "Invalid argument")
     host = to_bind(host.strip("[]"))
@@ -445,15 +445,15 @@ def _in_socket(host: str, port: int) -> tuple[Any, ...]:
     return (address, port, 0, (int(scope) if scope.isdecimal() else socket.if_nametoindex(scope)) if scope else 0)
 
 
-def remove_left(place: str) -> None:
+def remove_left(name: str) -> None:
     """Remove the socket file that a killed process has left at an ipc address.
 
     If the file stayed, libzmq would remove it, but it would also remove the socket of a live process, and take over its
     address. Therefore this function comes first. It raises `OSError` if a process listens on the address, or if the
     file is not a socket. Abstract addresses (`@name`) have no file.
     """
-    path = Path(place)
-    if place.startswith("@") or not path.exists():
+    path = Path(name)
+    if name.startswith("@") or not path.exists():
         return
     if not (_refuses(str(path)) and path.is_socket()):
         raise OSError(errno.EADDRINUSE, "Address already in use")
@@ -518,9 +518,9 @@ class BoundSocket(zmq.Socket[bytes]):
             if limits is None or not address.startswith(("tcp://", "ipc://")):
                 if address.startswith("ipc://"):
                     remove_left(address.removeprefix("ipc://"))
-                if place := split(address):
-                    host = in_endpoint(to_bind(place[0]))
-                    address = f"tcp://{host}:{place[1]}"
+                if found := split(address):
+                    host = in_endpoint(to_bind(found[0]))
+                    address = f"tcp://{host}:{found[1]}"
                     self.setsockopt(zmq.IPV6, int(host.startswith("[")))
                 self.bind(address)
                 self.address = self.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
@@ -556,18 +556,18 @@ def _await_free(address: str) -> None:
 
 def _is_free(address: str) -> bool:
     """Whether nothing listens on the address. Removes the file of an ipc address, because libzmq leaves it there."""
-    transport, _, place = address.partition("://")
+    transport, _, rest = address.partition("://")
     try:
         if transport == "tcp":
-            host, _, port = place.rpartition(":")
+            host, _, port = rest.rpartition(":")
             at = _in_socket(host.strip("[]"), int(port))
             with socket.socket(socket.AF_INET6 if len(at) > 2 else socket.AF_INET) as tried:
                 tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 tried.bind(at)  # `tried` does not listen, so no peer can connect to it
-        elif transport == "ipc" and place.startswith("@"):
-            return _refuses("\0" + place[1:])
+        elif transport == "ipc" and rest.startswith("@"):
+            return _refuses("\0" + rest[1:])
         elif transport == "ipc":
-            remove_left(place)
+            remove_left(rest)
     except OSError:
         return False
     return True
@@ -580,8 +580,8 @@ def connect(socket: "zmq.Socket[bytes]", address: str) -> None:
     process tries all addresses (`dialer.py`). Raises `zmq.ZMQError` for an invalid address, and for a link-local one
     whose network interface this host does not have.
     """
-    if place := split(address):
-        host, port = place
+    if found := split(address):
+        host, port = found
         try:
             check_scope(host)
         except OSError as error:

@@ -160,8 +160,8 @@ class EventBook:
         counts = lasts - firsts
         owners = np.repeat(np.arange(len(counts)), counts)
         depths = np.arange(len(owners)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
-        places = np.arange(len(owners)) + owners
-        hashes, before = chains[places + 1], chains[places]
+        at = np.arange(len(owners)) + owners
+        hashes, before = chains[at + 1], chains[at]
         ids = self._index.find(hashes[:, None])
         new = np.flatnonzero((ids == NO_PAGE) | ~self._described[ids])
         if not new.size:

@@ -66,9 +66,9 @@ class HintedOrder(EvictionOrder):
         self._since = np.zeros(num_pages + 1, np.int64)  # the position of each page of `_older` in the LRU order
         # For each page, the time at which its hint expires. Read only for kinds of hints with a time to live.
         self._expires: Times = np.zeros(num_pages + 1)
-        self._places = 0
+        self._positions = 0
         # The number of pages of `_older` that are replaced by newer pages (`renew`). The next pages that move to
-        # `_older`, as many as this number, do not advance `_places`. So renewals do not age the other pages.
+        # `_older`, as many as this number, do not advance `_positions`. So renewals do not age the other pages.
         self._renewed = 0
         self.count = recent.count
 
@@ -148,7 +148,7 @@ class HintedOrder(EvictionOrder):
         return self._recent.first() if self.count == self._recent.count else self._older[self._lowest()[0]].first()
 
     def positions(self, pages: Indices) -> Indices:  # pages in `_older` have negative positions, in their LRU order
-        return np.where(self._settled[pages], self._since[pages] - self._places, self._recent.positions(pages))
+        return np.where(self._settled[pages], self._since[pages] - self._positions, self._recent.positions(pages))
 
     def pages(self) -> Pages:
         return np.concatenate([*(order.pages() for order in self._older.values()), self._recent.pages()])
@@ -187,8 +187,8 @@ class HintedOrder(EvictionOrder):
         """Move `pages`, which were the oldest of `recent`, to the order in `_older` for their kind of hint."""
         renewed = min(self._renewed, len(pages))
         self._renewed -= renewed
-        self._since[pages] = self._places + np.maximum(0, np.arange(len(pages)) - renewed)
-        self._places += len(pages) - renewed
+        self._since[pages] = self._positions + np.maximum(0, np.arange(len(pages)) - renewed)
+        self._positions += len(pages) - renewed
         self._settled[pages] = True
         codes = self.codes[pages]
         for code in set(codes.tolist()):

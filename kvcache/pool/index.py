@@ -195,24 +195,24 @@ class PrefixIndex:
 
     def _find(self, digests: Digests, buckets: Buckets) -> Pages:
         found = np.zeros(len(digests), np.int32)
-        wanted, places, current = digests[:, 0], None, self._heads[buckets]
+        wanted, open_at, current = digests[:, 0], None, self._heads[buckets]
         while len(current) > _FEW:
             at = current.astype(INDEX)
             equal = self._words[at] == wanted
             if np.count_nonzero(equal):
                 hits = equal.nonzero()[0]  # `nonzero` takes half the time of `flatnonzero`
-                found[hits if places is None else places[hits]] = current[hits]
+                found[hits if open_at is None else open_at[hits]] = current[hits]
                 at[hits] = NO_PAGE
             current = self._links[at]
             left = current.nonzero()[0]  # the indices of the digests whose chains have not been followed to the end yet
-            places = left if places is None else places[left]
+            open_at = left if open_at is None else open_at[left]
             current, wanted = current[left], wanted[left]
-        at_end = range(len(current)) if places is None else places.tolist()
+        at_end = range(len(current)) if open_at is None else open_at.tolist()
         word_of, link_of = self._words.item, self._links.item
-        for place, page, word in zip(at_end, current.tolist(), wanted.tolist(), strict=True):
+        for number, page, word in zip(at_end, current.tolist(), wanted.tolist(), strict=True):
             while page != NO_PAGE and word_of(page) != word:
                 page = link_of(page)  # noqa: PLW2901 - along the chain
-            found[place] = page
+            found[number] = page
         if not (hits := found.nonzero()[0]).size:
             return found
         pages, asked = (found, digests) if hits.size == len(found) else (found[hits], digests.take(hits, axis=0))

@@ -172,11 +172,11 @@ class LruOrder(EvictionOrder):
 
     def positions(self, pages: Indices) -> Indices:
         chunks = list(self.chunks)
-        # A page that is not in the order has the stamp -1, which selects the last element of `places`.
-        places = np.full(len(self._live) + 1, -1, np.int64)
-        places[chunks] = np.arange(len(chunks)) * CHUNK
+        # A page that is not in the order has the stamp -1, which selects the last element of `starts`.
+        starts = np.full(len(self._live) + 1, -1, np.int64)
+        starts[chunks] = np.arange(len(chunks)) * CHUNK
         stamps = self._stamp[pages]
-        return places[stamps // CHUNK] + stamps % CHUNK
+        return starts[stamps // CHUNK] + stamps % CHUNK
 
     def pages(self) -> Pages:
         return np.concatenate([self._entries(chunk, 0, self._end_of(chunk)) for chunk in self.chunks])

@@ -58,7 +58,7 @@ class SlabPool(PagePool):
         # taken slabs.
         self._stack: Pages = np.concatenate((self._fresh, np.zeros(slab_pages, np.int32)))
         self._bottom = 0
-        self._place = np.arange(num_pages, -1, -1)  # the index of each fresh page in `_stack`
+        self._index = np.arange(num_pages, -1, -1)  # the index of each fresh page in `_stack`
         self._fresh: Pages = self._stack
         self.follow(self.idle)
         self.cached = SlabStates(self)
@@ -132,7 +132,7 @@ class SlabPool(PagePool):
         # These pages are put at the bottom of the stack, so that they are the last to be allocated as single pages.
         self._lie_from(self._bottom - self.slab_pages, self._fresh_count + self.slab_pages)
         self._fresh[: self.slab_pages] = pages[::-1]
-        self._place[pages[::-1]] = np.arange(self._bottom, self._bottom + self.slab_pages)
+        self._index[pages[::-1]] = np.arange(self._bottom, self._bottom + self.slab_pages)
 
     def check(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
         """Compare the pool with a recount. Also check that the pages of taken slabs have no other holder."""
@@ -149,9 +149,9 @@ class SlabPool(PagePool):
         fresh = self._fresh[: self._fresh_count]
         for page in fresh[used[fresh] != 0][:1]:
             raise InvariantError(f"page {page} is fresh, but was used at {used[page]}")
-        for page in fresh[self._place[fresh] != self._bottom + np.arange(len(fresh))][:1]:
+        for page in fresh[self._index[fresh] != self._bottom + np.arange(len(fresh))][:1]:
             raise InvariantError(
-                f"page {page} is fresh, but the stack has another page at the index {self._place[page]}"
+                f"page {page} is fresh, but the stack has another page at the index {self._index[page]}"
             )
         for slab in range(1, self.num_slabs + 1):
             if self.uses.ages[slab] > (age := self.uses.age_of(slab)):
@@ -178,7 +178,7 @@ class SlabPool(PagePool):
     def _push_fresh(self, pages: Pages | Indices) -> None:
         self.uses.clear(pages)
         top = self._bottom + self._fresh_count
-        self._place[pages] = np.arange(top, top + len(pages))
+        self._index[pages] = np.arange(top, top + len(pages))
         super()._push_fresh(pages)
 
     def _lie_from(self, bottom: int, count: int) -> None:
@@ -191,12 +191,12 @@ class SlabPool(PagePool):
 
         Fresh pages from the lower end of the section fill the gaps.
         """
-        at, above = self._place[pages], self._bottom + len(pages)
+        at, above = self._index[pages], self._bottom + len(pages)
         lower = np.zeros(len(pages), np.bool_)
         lower[at[at < above] - self._bottom] = True
-        others, places = self._fresh[: len(pages)][~lower], np.sort(at[at >= above])
-        self._stack[places] = others
-        self._place[others] = places
+        others, moved = self._fresh[: len(pages)][~lower], np.sort(at[at >= above])
+        self._stack[moved] = others
+        self._index[others] = moved
         self._lie_from(above, self._fresh_count - len(pages))
 
     def _make_room(self, count: int) -> None:

@@ -164,18 +164,18 @@ class Gathered:
         actives = self.actives[at]
         return starts, (largest(actives - starts), largest(actives), longest)
 
-    def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: AnyLog) -> NDArray[np.uint64]:
-        """Returns the digests of pages `firsts[i]` to `lasts[i]` (excluded) of each context in `places`.
+    def digests(self, indices: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: AnyLog) -> NDArray[np.uint64]:
+        """Returns the digests of pages `firsts[i]` to `lasts[i]` (excluded) of each context in `indices`.
 
         The digests come one after another. `log` records to which request each digest belongs. If KV events are read,
         it also records the tokens of the pages.
         """
-        at, spans = places.tolist(), list(zip(firsts.tolist(), lasts.tolist(), strict=True))
+        at, spans = indices.tolist(), list(zip(firsts.tolist(), lasts.tolist(), strict=True))
         hashers = self.hashers(at, hasher_of)
         size = hashers[0].page_size
         if len(at) == 1 or any(last - first != 1 for first, last in spans):
             each = zip(at, hashers, spans, strict=True)
-            found = [hasher.digests(self.tokens(place), *span) for place, hasher, span in each]
+            found = [hasher.digests(self.tokens(index), *span) for index, hasher, span in each]
             if log.is_read:
                 log.describe((hashers, firsts, lasts, [*map(token_bytes, self._tokens_of(at, spans, size))]))
             return found[0] if len(found) == 1 else np.concatenate(found)
@@ -197,16 +197,16 @@ class Gathered:
 
         return next_digests(hashers, firsts, tokens, from_the_context)
 
-    def tokens(self, place: int) -> NDArray[np.integer[Any]]:
-        context: Context = self.contexts[place]
+    def tokens(self, index: int) -> NDArray[np.integer[Any]]:
+        context: Context = self.contexts[index]
         return context.tokens
 
     def _tokens_of(self, at: list[int], spans: list[tuple[int, int]], size: int) -> list[NDArray[np.integer[Any]]]:
         """Returns the tokens of the pages in each request's span. A page has `size` tokens."""
-        return [self.tokens(place)[first * size : last * size] for place, (first, last) in zip(at, spans, strict=True)]
+        return [self.tokens(index)[first * size : last * size] for index, (first, last) in zip(at, spans, strict=True)]
 
     def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
-        return [hasher_of(int(self.replicas[place]), int(self.rows[place]), self.contexts[place]) for place in at]
+        return [hasher_of(int(self.replicas[index]), int(self.rows[index]), self.contexts[index]) for index in at]
 
 
 class Batch(Uncopied, Gathered, Sequence[Context]):
@@ -242,7 +242,7 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
         # There is one row for each step, with one token for each context. The first `page_size` rows have the last
         # known tokens of each context. Each update adds a row.
         self._log = np.zeros((page_size + _STEPS_KEPT, len(contexts)), np.int32)
-        self._hashers: dict[int, PrefixHasher] = {}  # by place
+        self._hashers: dict[int, PrefixHasher] = {}  # by index
         self.checked_at = -1  # the manager's count of releases when the batch's claims were last checked
         # The contexts of class `TextContext`. The batch advances its contexts together only if all contexts are of this
         # class.
@@ -297,10 +297,10 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
             self._updates_left = min(
                 context.max_length - end for context, end in zip(own, self.ends.tolist(), strict=True)
             )
-            for place, context in enumerate(own):
+            for index, context in enumerate(own):
                 last = context.tokens[-self._page_size :]
-                self._log[self._page_size - len(last) : self._page_size, place] = last
-                context.follow(self, place)
+                self._log[self._page_size - len(last) : self._page_size, index] = last
+                context.follow(self, index)
         # Cleared after the loop: if a context already followed this batch, `follow` made it leave, which set `_stale`.
         self._stale = False
 
@@ -328,8 +328,8 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
         shares = self._turning.get(at)
         # each request grows by one token per step, so the same requests begin a page again after `page_size` steps
         if shares is None:
-            places = (self.ends % self._page_size == 1 % self._page_size).nonzero()[0]
-            shares = self._turning[at] = shares_at(self.replicas, self.rows, places)
+            indices = (self.ends % self._page_size == 1 % self._page_size).nonzero()[0]
+            shares = self._turning[at] = shares_at(self.replicas, self.rows, indices)
         return shares
 
     def part(self, share: Share) -> tuple[Ints, Longest]:
@@ -425,16 +425,16 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
         self.computed = self.starts
         self._stale = False
 
-    def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: AnyLog) -> NDArray[np.uint64]:
-        ahead = firsts * self._page_sizes - self.ends[places]
+    def digests(self, indices: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: AnyLog) -> NDArray[np.uint64]:
+        ahead = firsts * self._page_sizes - self.ends[indices]
         step = self._count + ahead.item(0)
         differ = np.count_nonzero(ahead != ahead[0]) or np.count_nonzero(lasts - firsts != ONE)
         if not self._together or step < 0 or differ:
-            return super().digests(places, firsts, lasts, hasher_of, log)
+            return super().digests(indices, firsts, lasts, hasher_of, log)
         # The usual case: all these requests fill a page with the same update. The log has all tokens of these pages, so
         # no context has to be read.
-        tokens = np.ascontiguousarray(self._log[step : step + self._page_size].take(places, axis=1).T)
-        at = places.tolist()
+        tokens = np.ascontiguousarray(self._log[step : step + self._page_size].take(indices, axis=1).T)
+        at = indices.tolist()
         hashers = self.hashers(at, hasher_of)
         digests = self.digest_pages(at, hashers, firsts.tolist(), tokens)
         log.describe((hashers, firsts, lasts, tokens))
@@ -443,47 +443,47 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
     def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
         kept = self._hashers
         try:
-            return [kept[place] for place in at]
+            return [kept[index] for index in at]
         except KeyError:
             kept.update(zip(at, super().hashers(at, hasher_of), strict=True))
-            return [kept[place] for place in at]
+            return [kept[index] for index in at]
 
-    def catch_up(self, place: int, end: int) -> None:
+    def catch_up(self, index: int, end: int) -> None:
         ends, first = self._began
         count = self._count
-        behind = count - first - (end - ends[place])
+        behind = count - first - (end - ends[index])
         if self._had_futures:
-            behind = self._catch_up_with_futures(place, end, behind)
+            behind = self._catch_up_with_futures(index, end, behind)
         if behind <= 0:
             return
-        context = self._own[place]
+        context = self._own[index]
         end += behind  # the context runs the last of the missing tokens next
         if behind == 1:
-            context.append_one(self._log.item(count - 1, place), end - 1, end)
+            context.append_one(self._log.item(count - 1, index), end - 1, end)
         else:
-            context.append(self._log[count - behind : count, place], end - 1, end)
+            context.append(self._log[count - behind : count, index], end - 1, end)
 
-    def _catch_up_with_futures(self, place: int, end: int, behind: int) -> int:
+    def _catch_up_with_futures(self, index: int, end: int, behind: int) -> int:
         """Do `catch_up` for a context that has a future token, or is about to get a future token.
 
         Returns how many tokens the context still lacks.
         """
-        context, count = self._own[place], self._count
+        context, count = self._own[index], self._count
         if self._future_row != count - behind - 1:
-            context.realize(self._log.item(count - behind - 1, place))
+            context.realize(self._log.item(count - behind - 1, index))
         if behind <= 0 or self._future_row != count - 1:
             return behind
         end += behind
         if behind > 1:
-            context.append(self._log[count - behind : count - 1, place], end - 2, end - 1)
-        context.append_future(self.computed.item(place), end)
+            context.append(self._log[count - behind : count - 1, index], end - 2, end - 1)
+        context.append_future(self.computed.item(index), end)
         return 0
 
     def count_along(self, counters: Sequence[PromptCounter]) -> None:
         """Do nothing: these contexts follow the batch."""
 
-    def lose(self, place: int, end: int) -> None:
-        self.catch_up(place, end)
+    def lose(self, index: int, end: int) -> None:
+        self.catch_up(index, end)
         self._stale = True
 
     def _begin_log(self) -> None:
@@ -557,8 +557,8 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
 
     def _hand_over(self) -> None:
         """Let every context catch up, and begin a new log. The new log begins with the tokens of the last page."""
-        for place, context in enumerate(self._own):
-            context.catch_up(self, place)
+        for index, context in enumerate(self._own):
+            context.catch_up(self, index)
         self._log[: self._page_size] = self._log[self._count - self._page_size :].copy()
         self._begin_log()
 
@@ -599,14 +599,14 @@ def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:
     return [Share(replica, as_run(at), as_run(rows[at])) for replica, at in enumerate(of_each)]
 
 
-def shares_at(replicas: Ints, rows: Rows, places: Ints) -> list[Share]:
-    """Returns the requests at the indices `places` of the batch, as one `Share` for each replica that has any."""
-    mine, own = replicas[places], rows_at(rows, places)
+def shares_at(replicas: Ints, rows: Rows, indices: Ints) -> list[Share]:
+    """Returns the requests at these `indices` of the batch, as one `Share` for each replica that has any."""
+    mine, own = replicas[indices], rows_at(rows, indices)
     # All requests are on one replica, as is usual. Finding that out takes half the time of the general case.
     if mine.size and np.count_nonzero(mine == mine[0]) == len(mine):
-        return [Share(mine.item(0), places, own)]
+        return [Share(mine.item(0), indices, own)]
     of_each = [(replica, mine == replica) for replica in np.unique(mine).tolist()]
-    return [Share(replica, places[at], own[at]) for replica, at in of_each]
+    return [Share(replica, indices[at], own[at]) for replica, at in of_each]
 
 
 def largest(array: Ints) -> int:

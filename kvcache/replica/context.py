@@ -73,12 +73,12 @@ class Context(Protocol):
 class Leader(Protocol):
     """A `Batch` as its contexts see it.
 
-    The batch advances many contexts at once, and each context catches up when it is read. `place` is the context's
+    The batch advances many contexts at once, and each context catches up when it is read. `index` is the context's
     index in the batch. `end` is the number of tokens that this context already has.
     """
 
-    def catch_up(self, place: int, end: int) -> None: ...
-    def lose(self, place: int, end: int) -> None: ...
+    def catch_up(self, index: int, end: int) -> None: ...
+    def lose(self, index: int, end: int) -> None: ...
 
 
 class TextContext:
@@ -117,7 +117,7 @@ class TextContext:
     """
 
     __slots__ = (
-        *("__weakref__", "_active", "_buffer", "_counts", "_end", "_flight", "_leader", "_place"),
+        *("__weakref__", "_active", "_buffer", "_counts", "_end", "_flight", "_member", "_leader"),
         *("_start", "hint", "max_length", "named", "prefix_hasher", "request_id"),
     )
 
@@ -137,7 +137,7 @@ class TextContext:
         self.request_id: RequestID = uuid.uuid4().hex if request_id is None else request_id
         self.max_length = whole(f"request {self.request_id!r}: max_length", max_length, 1, error=InvalidRequestError)
         self._leader: Leader | None = None  # the batch that advances this context
-        self._place = 0
+        self._member = 0
         # the first token that the step in flight runs; None if no step is in flight whose token is not known yet
         self._flight: int | None = None
         self._counts = _NOWHERE  # an array of a manager, and the context's place in it: see `count_along`
@@ -191,45 +191,45 @@ class TextContext:
     def tokens(self) -> NDArray[np.int32]:
         """All known tokens, int32 `[end_idx]`; a view, valid until the next `update`."""
         if self._leader is not None:
-            self._leader.catch_up(self._place, self._end)
+            self._leader.catch_up(self._member, self._end)
         return self._buffer[: self._end]
 
     @property
     def start_idx(self) -> int:
         if self._leader is not None:
-            self._leader.catch_up(self._place, self._end)
+            self._leader.catch_up(self._member, self._end)
         return self._start
 
     @property
     def computed_idx(self) -> int:
         """The number of computed tokens before `start_idx`. Tokens that a step in flight runs are not computed yet."""
         if self._leader is not None:
-            self._leader.catch_up(self._place, self._end)
+            self._leader.catch_up(self._member, self._end)
         return self._start if self._flight is None else min(self._start, self._flight)
 
     @property
     def has_future_token(self) -> bool:
         """Whether a step is in flight for which `realize_future_token` has not been called yet."""
         if self._leader is not None:
-            self._leader.catch_up(self._place, self._end)
+            self._leader.catch_up(self._member, self._end)
         return self._flight is not None
 
     @property
     def active_idx(self) -> int:
         if self._leader is not None:
-            self._leader.catch_up(self._place, self._end)
+            self._leader.catch_up(self._member, self._end)
         return self._active
 
     @property
     def end_idx(self) -> int:
         if self._leader is not None:
-            self._leader.catch_up(self._place, self._end)
+            self._leader.catch_up(self._member, self._end)
         return self._end
 
     @property
     def active_length(self) -> int:
         if self._leader is not None:
-            self._leader.catch_up(self._place, self._end)
+            self._leader.catch_up(self._member, self._end)
         return self._active - self._start
 
     current_length = end_idx
@@ -238,7 +238,7 @@ class TextContext:
     def indices(self) -> ContextIndices:
         """`start_idx`, `active_idx` and `end_idx` as one tuple. Reading all three takes as long as reading one."""
         if self._leader is not None:
-            self._leader.catch_up(self._place, self._end)
+            self._leader.catch_up(self._member, self._end)
         return self._start, self._active, self._end
 
     def run_from(self, start: int, active: int) -> None:
@@ -374,25 +374,25 @@ class TextContext:
         twin.prefix_hasher = None if self.prefix_hasher is None else self.prefix_hasher.copy()
         return twin
 
-    def follow(self, leader: "Leader", place: int) -> None:
+    def follow(self, leader: "Leader", index: int) -> None:
         """Let `leader` advance this context until `leave` is called. Leaves the previous leader first.
 
-        `place` is the context's index in `leader`.
+        `index` is the context's index in `leader`.
         """
         self.leave()
-        self._place = place  # set first, because `leader` needs it as soon as it advances this context
+        self._member = index  # set first, because `leader` needs it as soon as it advances this context
         self._leader = leader
 
-    def catch_up(self, leader: "Leader", place: int) -> None:
+    def catch_up(self, leader: "Leader", index: int) -> None:
         """Apply the updates of `leader` that this context lacks, if the context follows `leader`."""
         if self._leader is leader:
-            leader.catch_up(place, self._end)
+            leader.catch_up(index, self._end)
 
     def leave(self) -> None:
         """Apply the leader's updates that this context lacks, and stop following the leader. Also stops counting."""
         self.stop_counting()
         if self._leader is not None:
-            self._leader.lose(self._place, self._end)
+            self._leader.lose(self._member, self._end)
             # Cleared last. If an interrupt comes before this line, the next call finds no update that the context
             # lacks.
             self._leader = None

@@ -180,8 +180,8 @@ def _advanced(
             f"got {len(kv_cache_inputs)} inputs for {replicas} replicas: a multiple of {replicas} above 0 is needed"
         )
     advanced: list[RaggedKVCacheInputs] = []
-    for place, inputs in enumerate(kv_cache_inputs):
-        replica = place // shards
+    for number, inputs in enumerate(kv_cache_inputs):
+        replica = number // shards
         mine = ran[splits[replica] : splits[replica + 1]]
         lengths = inputs.cache_lengths
         if len(mine) != len(lengths):

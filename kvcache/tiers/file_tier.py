@@ -68,7 +68,7 @@ class FileIndex:
         self._pool = PagePool(capacity, digest_words)
         self.pages = self._pool.index
         self._file_of = np.zeros(capacity + 1, np.int32)
-        self._place_of = np.zeros(capacity + 1, np.int32)
+        self._index_of = np.zeros(capacity + 1, np.int32)
         self._files: OrderedDict[str, _File] = OrderedDict()  # least recently used first
         self._names: dict[int, str] = {}
         self._numbers = 0
@@ -94,10 +94,10 @@ class FileIndex:
         Returns, for each run, the name of the file, the index of the run's first page in the file, and the run's
         indices in `entries`.
         """
-        files, places = self._file_of[entries], self._place_of[entries]
-        cuts = np.flatnonzero((np.diff(files) != 0) | (np.diff(places) != 1)) + 1
+        files, indices = self._file_of[entries], self._index_of[entries]
+        cuts = np.flatnonzero((np.diff(files) != 0) | (np.diff(indices) != 1)) + 1
         runs = np.split(np.arange(len(entries)), cuts)
-        return [(self._names[int(files[at[0]])], int(places[at[0]]), at) for at in runs if at.size]
+        return [(self._names[int(files[at[0]])], int(indices[at[0]]), at) for at in runs if at.size]
 
     def use(self, entries: Entries) -> None:
         """Mark the files of these entries as just used, so that they are removed after all other files."""
@@ -126,7 +126,7 @@ class FileIndex:
         known = self.pages.publish(entries, digests) != entries  # the pages that another known file also has
         self._pool.release(entries[known])
         self._numbers += 1
-        self._file_of[entries], self._place_of[entries] = self._numbers, np.arange(len(entries))
+        self._file_of[entries], self._index_of[entries] = self._numbers, np.arange(len(entries))
         entries[known] = NO_ENTRY
         self._files[name] = _File(self._numbers, entries, size)
         self._names[self._numbers] = name
@@ -144,7 +144,7 @@ class FileIndex:
     def drop(self, entries: Entries) -> None:
         """Forget the pages of these entries. The other pages of their files stay."""
         for entry in entries.tolist():
-            self._files[self._names[int(self._file_of[entry])]].entries[self._place_of[entry]] = NO_ENTRY
+            self._files[self._names[int(self._file_of[entry])]].entries[self._index_of[entry]] = NO_ENTRY
         self._let_go(entries)
 
     def clear(self) -> None:
@@ -181,7 +181,7 @@ class FileIndex:
             mine = file.entries[there]
             if self._names.get(file.number) != name or (self._file_of[mine] != file.number).any():
                 raise InvariantError(f"file tier: {name} and its entries do not refer to each other")
-            if not np.array_equal(self._place_of[mine], there):
+            if not np.array_equal(self._index_of[mine], there):
                 raise InvariantError(f"file tier: the entries of {name} have wrong positions of pages in the file")
 
     def _let_go(self, entries: Entries) -> None:

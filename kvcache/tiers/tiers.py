@@ -294,7 +294,7 @@ def page_tiers(
     )
     on_gpu = any(blocks.device.type != "cpu" for blocks in placed[0].memory.blocks)
     tiers = make_tiers(params, kept, layouts[0].page_size, pinned=on_gpu)
-    for replica, memory in ((place.replica, place.memory) for place in placed):
+    for replica, memory in ((each.replica, each.memory) for each in placed):
         mover = PageMover([*zip(memory.blocks, tiers.host.memory, strict=True)], stream)
         replica.tier = ReplicaTier(tiers.host, replica.pool, mover, replica.tables.every)
         tiers.replicas.append(replica.tier)

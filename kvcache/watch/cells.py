@@ -77,9 +77,9 @@ def pool_cells(pool: PagePool) -> Cells:
     cells[0] = PageState.FREE
     idle = np.flatnonzero(cells == PageState.IDLE)
     if idle.size:
-        places = pool.idle.positions(idle)
-        places -= places.min()
-        cells[idle] |= (places * 8 // (places.max() + 1)).astype(np.uint32) << np.uint32(AGE_SHIFT)
+        positions = pool.idle.positions(idle)
+        positions -= positions.min()
+        cells[idle] |= (positions * 8 // (positions.max() + 1)).astype(np.uint32) << np.uint32(AGE_SHIFT)
     return cells
 
 

@@ -45,14 +45,14 @@ class _Area:
         self.colours: Colours = np.zeros((0, 3), np.uint8)
         self.glyphs: list[str] = []
 
-    def place_at(self, x: int, y: int, width: int) -> int | None:
+    def square_at(self, x: int, y: int, width: int) -> int | None:
         """Returns the map position at these screen coordinates, or None."""
         line = y - self.top - 1
         if not 0 <= line < self.lines - 1:
             return None
         # A half block shows two positions, one above the other. This method returns the upper one.
-        place = line * (width // 2) + x // 2 if self.wide else line * 2 * width + x
-        return place if place < self.span.places else None
+        square = line * (width // 2) + x // 2 if self.wide else line * 2 * width + x
+        return square if square < self.span.squares else None
 
 
 class PageMap(Widget):
@@ -80,11 +80,11 @@ class PageMap(Widget):
         for at, (key, process, pool, cells) in enumerate(shown[: height // 2]):
             lines = height - at * each if at == len(shown) - 1 else each
             wide = self._view.span(pool, 1).pages <= (width // 2) * (lines - 1)
-            places = (width // 2 if wide else 2 * width) * (lines - 1)
-            area = _Area(key, at * each, lines, self._view.span(pool, places), wide=wide)
+            squares = (width // 2 if wide else 2 * width) * (lines - 1)
+            area = _Area(key, at * each, lines, self._view.span(pool, squares), wide=wide)
             lit = self._view.lit(process, pool.name)
             area.colours = colours(cells, area.span, lit, light=self._view.light)
-            first, per = area.span.first, area.span.per_place
+            first, per = area.span.first, area.span.per_square
             if wide:
                 found = states_of(cells[first : first + area.span.pages]).tolist()
                 area.glyphs = [GLYPHS[PageState(state)] for state in found]
@@ -124,9 +124,9 @@ class PageMap(Widget):
     def on_click(self, event: events.Click) -> None:
         """Describes the pages below the pointer. A second click at the same position zooms in there."""
         for area in self._areas:
-            place = area.place_at(event.x, event.y, self.size.width)
-            if place is not None:
-                self._look_at(area, place, closer=event.chain > 1)
+            square = area.square_at(event.x, event.y, self.size.width)
+            if square is not None:
+                self._look_at(area, square, closer=event.chain > 1)
 
     def on_mouse_scroll_up(self, _: events.MouseScrollUp) -> None:
         """Zooms in."""
@@ -138,14 +138,14 @@ class PageMap(Widget):
         self._view.zoom_by(-1)
         self.redraw()
 
-    def _look_at(self, area: _Area, place: int, *, closer: bool) -> None:
+    def _look_at(self, area: _Area, square: int, *, closer: bool) -> None:
         view, span = self._view, area.span
         found = next((one for one in view.pools() if one[0] == area.key), None)
         if found is None:
             return
         _, process, pool, _ = found
-        first = span.first + place * span.per_place
-        count = min(span.per_place, span.first + span.pages - first)
+        first = span.first + square * span.per_square
+        count = min(span.per_square, span.first + span.pages - first)
         if closer:
             view.pool, view.centre = area.key, (first - 1 + count / 2) / pool.num_pages
             view.zoom_by(1)
@@ -155,8 +155,8 @@ class PageMap(Widget):
 
 def _wide_line(area: _Area, line: int, width: int) -> list[Segment]:
     first = line * (width // 2)
-    places = range(first, min(first + width // 2, area.span.places))
-    return [Segment(area.glyphs[at], _style(_rounded(area.colours[at]))) for at in places]
+    squares = range(first, min(first + width // 2, area.span.squares))
+    return [Segment(area.glyphs[at], _style(_rounded(area.colours[at]))) for at in squares]
 
 
 def _half_line(area: _Area, line: int, width: int) -> list[Segment]:

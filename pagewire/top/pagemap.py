@@ -74,23 +74,23 @@ class Span(NamedTuple):
 
     first: int
     pages: int
-    per_place: int
+    per_square: int
 
     @property
-    def places(self) -> int:
+    def squares(self) -> int:
         """The number of positions on the map."""
-        return -(-self.pages // self.per_place)
+        return -(-self.pages // self.per_square)
 
 
-def span_of(num_pages: int, places: int, zoom: int = 0, centre: float = 0.5) -> Span:
-    """Returns which pages a map with `places` positions shows.
+def span_of(num_pages: int, squares: int, zoom: int = 0, centre: float = 0.5) -> Span:
+    """Returns which pages a map with `squares` squares shows.
 
     At zoom 0, the map shows the whole pool. Each further step of `zoom` halves the visible part around `centre`. A map
     never shows fewer pages than it has positions.
     """
-    shown = max(min(num_pages, places), num_pages >> zoom)
+    shown = max(min(num_pages, squares), num_pages >> zoom)
     first = round(centre * num_pages - shown / 2)
-    return Span(1 + min(max(0, first), num_pages - shown), shown, -(-shown // max(1, places)))
+    return Span(1 + min(max(0, first), num_pages - shown), shown, -(-shown // max(1, squares)))
 
 
 @lru_cache
@@ -120,11 +120,11 @@ def colours(cells: Cells, span: Span, lit: NDArray[np.bool_] | None = None, *, l
     if lit is not None:
         low[~lit[shown >> np.uint32(8)]] |= _LOW
     sums = _summed(_packed(light)[low], span)
-    full = np.full(span.places, span.per_place)
-    full[-1] = span.pages - (span.places - 1) * span.per_place
+    full = np.full(span.squares, span.per_square)
+    full[-1] = span.pages - (span.squares - 1) * span.per_square
     found = (sums // full[:, None]).astype(np.uint8)
     odd = np.flatnonzero(low & 7 == PageState.QUARANTINED)
-    found[odd // span.per_place] = (LIGHT if light else DARK).states[PageState.QUARANTINED]
+    found[odd // span.per_square] = (LIGHT if light else DARK).states[PageState.QUARANTINED]
     return found
 
 
@@ -133,8 +133,8 @@ def _summed(packed: NDArray[np.uint64], span: Span) -> NDArray[np.uint64]:
 
     The function sums at most `_CHUNK` pages at a time, so that no sum needs more than 20 bits.
     """
-    starts = np.arange(span.places) * span.per_place
-    inner = (starts[:, None] + np.arange(0, span.per_place, _CHUNK)).ravel()
+    starts = np.arange(span.squares) * span.per_square
+    inner = (starts[:, None] + np.arange(0, span.per_square, _CHUNK)).ravel()
     inner = inner[inner < span.pages]
     sums = np.add.reduceat(packed, inner)
     parts = [sums >> np.uint64(shift) & np.uint64(0xFFFFF) for shift in (40, 20, 0)]

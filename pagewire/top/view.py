@@ -185,9 +185,9 @@ class TopView:
         half = 0.5 / 2**self.zoom
         self.centre = min(1 - half, max(half, self.centre + share / 2**self.zoom))
 
-    def span(self, pool: PoolLook, places: int) -> Span:
-        """Returns the pages of a pool that a map with `places` positions shows."""
-        return span_of(pool.num_pages, places, self.zoom, self.centre)
+    def span(self, pool: PoolLook, squares: int) -> Span:
+        """Returns the pages of a pool that a map with `squares` squares shows."""
+        return span_of(pool.num_pages, squares, self.zoom, self.centre)
 
     def lit(self, process: WatchedProcess, pool: str) -> NDArray[np.bool_] | None:
         """Returns a bool array: whether the filter shows the pages of each owner, by owner number.

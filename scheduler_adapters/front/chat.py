@@ -55,7 +55,7 @@ class _Chat(msgspec.Struct):
     messages: Annotated[list[_ChatMessage], Meta(min_length=1)]
 
 
-class _TextPlace(NamedTuple):
+class _MarkedText(NamedTuple):
     """A text of a chat: the index of its message, its path in the request body, and whether a template may omit it."""
 
     message: int
@@ -83,18 +83,18 @@ def render_chat(messages: Any, template: Template) -> str:
     ]
     in_parts: frozenset[int] = frozenset()
     if lost := _left_out(chat, in_parts, template):
-        tried = frozenset(place.message for place in lost)
+        tried = frozenset(one.message for one in lost)
         lost_in_parts = _left_out(chat, tried, template)
-        in_parts = tried - {place.message for place in lost_in_parts if place.path.endswith("content")}
+        in_parts = tried - {one.message for one in lost_in_parts if one.path.endswith("content")}
         lost = _left_out(chat, in_parts, template)
     try:
         text = template(_in_form(chat, in_parts))
     except Exception as error:
         reason = f"the chat template does not take these messages: {str(error)[:_LONGEST]}"
         raise OpenAIError(reason, param="messages") from error
-    for place in lost:
-        if not place.optional:
-            raise OpenAIError(f"{place.path}: the model's chat template leaves it out", param=place.path)
+    for one in lost:
+        if not one.optional:
+            raise OpenAIError(f"{one.path}: the model's chat template leaves it out", param=one.path)
     return text
 
 
@@ -146,14 +146,14 @@ def _in_form(chat: list[Json], in_parts: frozenset[int]) -> list[Json]:
     ]
 
 
-def _left_out(chat: list[Json], in_parts: frozenset[int], template: Template) -> list[_TextPlace]:
+def _left_out(chat: list[Json], in_parts: frozenset[int], template: Template) -> list[_MarkedText]:
     """Returns the texts that the template leaves out, in this form: all if it refuses the form."""
-    places: dict[str, _TextPlace] = {}
+    markers: dict[str, _MarkedText] = {}
 
     def marker(index: int, path: str, *, optional: bool = False) -> str:
         # A list of parts that a template prints as a value has an escape sequence in place of a newline.
-        made = f"pagewire{len(places)}{chr(10) if index in in_parts else ''}marker"
-        places[made] = _TextPlace(index, f"messages[{index}].{path}", optional)
+        made = f"pagewire{len(markers)}{chr(10) if index in in_parts else ''}marker"
+        markers[made] = _MarkedText(index, f"messages[{index}].{path}", optional)
         return made
 
     marked: list[Json] = []
@@ -172,5 +172,5 @@ def _left_out(chat: list[Json], in_parts: frozenset[int], template: Template) ->
     try:
         text = template(_in_form(marked, in_parts))
     except Exception:  # noqa: BLE001 -- a template raises what it likes, and its reason is reported with the real texts
-        return list(places.values())
-    return [place for made, place in places.items() if made not in text]
+        return list(markers.values())
+    return [one for made, one in markers.items() if made not in text]

@@ -10,7 +10,7 @@ from scheduler_adapters.errors import AdapterError
 class OpenAIError(AdapterError, ValueError):
     """An error in OpenAI's form: an HTTP status, a message, and the parameter that is at fault.
 
-    `param` may be a place inside a parameter, such as `messages[1].content[0].type`.
+    `param` may be a path inside a parameter, such as `messages[1].content[0].type`.
     """
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:

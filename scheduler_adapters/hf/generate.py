@@ -64,8 +64,8 @@ class PagedGenerator:
         """
         call = uuid.uuid4().hex[:8]  # the manager may have other users
         requests = [
-            Request(f"{call}/prompt-{place}", prompt, max_new_tokens, cache_salt=cache_salt)
-            for place, prompt in enumerate(prompts)
+            Request(f"{call}/prompt-{number}", prompt, max_new_tokens, cache_salt=cache_salt)
+            for number, prompt in enumerate(prompts)
         ]
         for request in requests:
             self._loop.context_for(request)  # refuses a request before any other is queued

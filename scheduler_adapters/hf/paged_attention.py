@@ -77,7 +77,7 @@ class PagedBatch:
         # index of the current attention layer, for models in which one module without an index serves several layers
         self.attending = -1
 
-    def place_of(self, layer: int) -> tuple[int, int]:
+    def position_of(self, layer: int) -> tuple[int, int]:
         """Returns a layer's block table, and the layer's index in the pages of that table.
 
         Raises `UnsupportedModelError` for a layer that has no pages.
@@ -93,15 +93,15 @@ class PagedBatch:
 
         A layer that keeps latents passes a single tensor with one head.
         """
-        table, place = self.place_of(layer)
-        self._check_shape(place, sides)
+        table, position = self.position_of(layer)
+        self._check_shape(position, sides)
         where = self._write_pages[table], self._write_offsets
         for (pool, heads), scales in zip(self._shards(sides[0].shape[1]), self._scales, strict=True):
             for side, states in enumerate(sides):
                 kept = states[:, heads.start : heads.stop]
                 if scales is not None:
-                    kept, scales[:, side, place][where] = quantized(kept, pool.dtype, scales)
-                pool[:, side, place][where] = kept
+                    kept, scales[:, side, position][where] = quantized(kept, pool.dtype, scales)
+                pool[:, side, position][where] = kept
 
     def attend(
         self,
@@ -118,9 +118,9 @@ class PagedBatch:
         for each head. The score takes part in the softmax, but adds no value.
         """
         output = torch.empty_like(query)
-        table, place = self.place_of(layer)
+        table, position = self.position_of(layer)
         for group in self._groups_of(table, seen):
-            key, value = (self._read(place, side, group, kv_heads, query.dtype) for side in (0, 1))
+            key, value = (self._read(position, side, group, kv_heads, query.dtype) for side in (0, 1))
             output[group.rows] = _grouped_attention(query[group.rows], key, value, group.mask, scale, sinks)
         return output
 
@@ -132,9 +132,9 @@ class PagedBatch:
         `expand` turns latents into keys and values. A value has `value_dim` elements.
         """
         output = query.new_empty(*query.shape[:-1], value_dim)
-        table, place = self.place_of(layer)
+        table, position = self.position_of(layer)
         for group in self._groups_of(table, None):
-            key, value = expand(self._read(place, 0, group, 1, query.dtype))
+            key, value = expand(self._read(position, 0, group, 1, query.dtype))
             output[group.rows] = _grouped_attention(query[group.rows], key, value, group.mask, scale, None)
         return output
 

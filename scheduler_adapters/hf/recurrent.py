@@ -87,9 +87,9 @@ def groups_of(config: PretrainedConfig) -> tuple[LayerGroup, ...]:
     )
     groups: list[LayerGroup] = []
     for name, kind, tokens in of_kinds:
-        places = tuple(place for place, other in enumerate(named) if other == name)
-        if places and tokens is not None:
-            groups.append(LayerGroup(kind, places, tokens))
+        indices = tuple(index for index, other in enumerate(named) if other == name)
+        if indices and tokens is not None:
+            groups.append(LayerGroup(kind, indices, tokens))
     every_layer = sum(len(group.layers) for group in groups) == len(layers)
     return tuple(groups) if every_layer and any(not group.keeps_all for group in groups) else ()
 
@@ -175,16 +175,16 @@ class PagedStates:
     Only `store` writes pages.
 
     A recurrent layer either changes its state in place, or passes a new state to this object. A pass that fails has
-    changed no page and can run again. `places` maps each recurrent layer's index in the model to its index among the
+    changed no page and can run again. `indices` maps each recurrent layer's index in the model to its index among the
     recurrent layers. `pages` is int64 `[requests]`, the state page of each request. `written` has the pages for the new
     states, if these differ from `pages`.
     """
 
     def __init__(
-        self, states: StatePages, places: Mapping[int, int], pages: torch.Tensor, written: torch.Tensor | None = None
+        self, states: StatePages, indices: Mapping[int, int], pages: torch.Tensor, written: torch.Tensor | None = None
     ) -> None:
         self._states = states
-        self._places = places
+        self._indices = indices
         self._pages = pages
         self._written = pages if written is None else written
         self._batch: PagedBatch | None = None
@@ -200,13 +200,13 @@ class PagedStates:
         """The last inputs of each convolved channel, `[requests, channels, kernel - 1]`."""
         if layer_idx not in self._conv:
             kinds = self._states.shape.conv_kinds
-            self._conv[layer_idx] = self._states.read(self._places[layer_idx], self._pages, kinds)
+            self._conv[layer_idx] = self._states.read(self._indices[layer_idx], self._pages, kinds)
         return self._conv[layer_idx]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:  # noqa: ARG002
         """The state matrices, `[requests, heads, *StateShape.matrix]`."""
         if layer_idx not in self._ssm:
-            self._ssm[layer_idx] = self._states.read(self._places[layer_idx], self._pages, (SSM_KIND,))
+            self._ssm[layer_idx] = self._states.read(self._indices[layer_idx], self._pages, (SSM_KIND,))
         return self._ssm[layer_idx]
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
@@ -255,12 +255,12 @@ class PagedStates:
         shape = self._states.shape
         parts = ((shape.conv_kinds, self._conv), ((SSM_KIND,) if shape.matrix else (), self._ssm))
         kept = [(kinds, states) for kinds, states in parts if kinds]
-        used = [layer for layer in self._places if all(layer in states for _, states in kept)]
-        if len(used) != len(self._places):
+        used = [layer for layer in self._indices if all(layer in states for _, states in kept)]
+        if len(used) != len(self._indices):
             raise UnsupportedModelError(
-                f"the forward pass used the states of layers {used}, but layers {sorted(self._places)} are recurrent"
+                f"the forward pass used the states of layers {used}, but layers {sorted(self._indices)} are recurrent"
             )
-        for layer, place in self._places.items():
+        for layer, index in self._indices.items():
             for kinds, states in kept:
-                self._states.write(place, self._written, kinds, states[layer])
+                self._states.write(index, self._written, kinds, states[layer])
         self._states.advance(self._written, tokens)

@@ -98,9 +98,9 @@ class HFRunner:
         self._layers: dict[int, dict[int, tuple[int, int]]] = {}
         for groups in ((), groups_of(model.config)):
             tables = layer_tables(groups, len(layers))
-            self._layers[len(tables.tables)] = {layers[at]: place for at, place in tables.places.items()}
+            self._layers[len(tables.tables)] = {layers[at]: position for at, position in tables.positions.items()}
         self._has_latents = latent_elements_of(model.config) > 0
-        self._recurrent = {layer: place for place, layer in enumerate(recurrent_layers_of(model.config))}
+        self._recurrent = {layer: index for index, layer in enumerate(recurrent_layers_of(model.config))}
         if self._recurrent and not states:
             raise UnsupportedModelError(
                 f"{model.config.model_type}: layer {min(self._recurrent)} is recurrent: pass the manager's state pages"
@@ -172,11 +172,11 @@ class HFRunner:
         ]
         parts: dict[int, torch.Tensor] = {}
         for kind in set(kinds):
-            places = [place for place, other in enumerate(kinds) if other == kind]
-            rows = [shard._replace(lookup_table=shard.lookup_table[..., places, :]) for shard in inputs]
-            mine = [batch[place] for place in places]
-            parts |= zip(places, self._forward_rows(mine, rows, states, *kind), strict=True)
-        return torch.cat([parts[place] for place in range(len(batch))])
+            indices = [index for index, other in enumerate(kinds) if other == kind]
+            rows = [shard._replace(lookup_table=shard.lookup_table[..., indices, :]) for shard in inputs]
+            mine = [batch[index] for index in indices]
+            parts |= zip(indices, self._forward_rows(mine, rows, states, *kind), strict=True)
+        return torch.cat([parts[index] for index in range(len(batch))])
 
     def _states_of(self, request_id: str) -> StatePages:
         """Returns the state pages of the request's replica."""
@@ -237,8 +237,8 @@ class HFRunner:
         keep = paged.last_rows if cache is None else torch.tensor([-1], device=self.model.device)
         if any(before):
             ends: list[int] = keep.cpu().numpy().tolist()
-            places = [range(end - count, end + 1) for end, count in zip(ends, before, strict=False)]
-            keep = torch.tensor([*chain(*places)], device=self.model.device)
+            indices = [range(end - count, end + 1) for end, count in zip(ends, before, strict=False)]
+            keep = torch.tensor([*chain(*indices)], device=self.model.device)
         past = PagedLatents(paged) if self._has_latents else None
         if cache is not None:
             cache.begin(paged, latents=self._has_latents)

@@ -38,10 +38,10 @@ def model_name(model: PreTrainedModel) -> str:
     known: dict[tuple[object, ...], bytes] = {}
     for name, weight in model.state_dict().items():
         shape = tuple(weight.shape)
-        place = (weight.device, weight.data_ptr(), weight.dtype, shape, weight.stride())
-        if place not in known:  # tied weights, such as an output head that shares the embedding, are read once
-            known[place] = _digest_of(name, weight)
-        digest.update(f"{name} {shape} {weight.dtype}".encode() + known[place])
+        identity = (weight.device, weight.data_ptr(), weight.dtype, shape, weight.stride())
+        if identity not in known:  # tied weights, such as an output head that shares the embedding, are read once
+            known[identity] = _digest_of(name, weight)
+        digest.update(f"{name} {shape} {weight.dtype}".encode() + known[identity])
     return digest.hexdigest()[:32]
 
 

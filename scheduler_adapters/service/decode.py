@@ -19,7 +19,6 @@ from kvcache.errors import AlreadyClaimedError, KVCacheError
 from scheduler_adapters.errors import RefusedError
 from scheduler_adapters.loop import Output, ServingLoop, finish_reason
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.places import recommended, reserve
 from scheduler_adapters.service.prefill_router import PrefillConnection, own_pages, renewed
 from scheduler_adapters.service.requests import (
     DecodeRequest,
@@ -29,6 +28,7 @@ from scheduler_adapters.service.requests import (
     span_of,
     spec_of,
 )
+from scheduler_adapters.service.reserving import recommended, reserve
 from scheduler_adapters.service.sockets import MAX_UNREAD, FrontendQueue
 from transfer.pull.pull_state import PullEvent
 

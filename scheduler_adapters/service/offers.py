@@ -28,7 +28,7 @@ class Offers:
     def has_had(self, offer: msg.PagesOffer) -> bool:
         """Whether an offer names no new page: it is a repetition, or is older than the newest processed offer."""
         before = self.newest
-        if _place(offer) in self._waiting:
+        if _key(offer) in self._waiting:
             return True
         if before is None or before.token is not None:
             return before is not None
@@ -36,7 +36,7 @@ class Offers:
 
     def add(self, offer: msg.PagesOffer) -> None:
         """Adds an offer that has arrived."""
-        self._waiting[_place(offer)] = offer
+        self._waiting[_key(offer)] = offer
 
     def take(self) -> msg.PagesOffer | None:
         """Removes and returns the next offer in the order of the pages.
@@ -47,7 +47,7 @@ class Offers:
         before = None if self.newest is None else self.newest.table
         if offer is None or not offer.table.follows(before):
             return None
-        del self._waiting[_place(offer)]
+        del self._waiting[_key(offer)]
         self.newest = offer
         self.tables = [*self.tables, offer.table] if offer.table.first_page else [offer.table]
         return offer
@@ -57,5 +57,5 @@ class Offers:
         self.tables = []
 
 
-def _place(offer: msg.PagesOffer) -> tuple[int, bool]:
+def _key(offer: msg.PagesOffer) -> tuple[int, bool]:
     return offer.table.num_tokens, offer.token is not None

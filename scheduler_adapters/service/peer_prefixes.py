@@ -38,7 +38,7 @@ from scheduler_adapters.service.stretches import FromTheEnd, FromTheFront, NextP
 from transfer.pull.asking import Lent
 from transfer.pull.exchange import ExchangeEvent, PageExchange
 from transfer.pull.pull_state import PullEvent, PullShare
-from transfer.pull.source import Place, Source
+from transfer.pull.source import Contact, Source
 
 FetchOutcome = Literal["pulled", "split", "computed", "stale", "unanswered", "no_room", "failed"]
 """The outcome for a prompt for which at least one source of pages was named.
@@ -92,7 +92,7 @@ class _Fetch:
         waiting: the request, if it waits for the pages; None if it runs at the same time.
         replica: the local replica that asks for the pages and will cache them.
         stretches: chooses the pages to ask for, and imports them.
-        places: address and engine id of each source that has not failed. The sources that were asked last are at the
+        contacts: address and engine id of each source that has not failed. The sources that were asked last are at the
             end.
         to_ask: the sources that are still to be asked for the current stretch.
         since: time at which the current stretch was first asked for.
@@ -112,8 +112,8 @@ class _Fetch:
     waiting: Waiting | None
     replica: int
     stretches: Stretches
-    places: list[Place]
-    to_ask: deque[Place]
+    contacts: list[Contact]
+    to_ask: deque[Contact]
     since: float
     asked: set[str] = field(default_factory=set[str])
     asked_at: float = 0.0
@@ -131,7 +131,7 @@ class _PromptQuestion(NamedTuple):
     """A query about a prompt, not answered by its source yet."""
 
     fetch: _Fetch
-    place: Place
+    contact: Contact
 
 
 class PeerPrefixes:
@@ -178,12 +178,12 @@ class PeerPrefixes:
             return False
         manager, estimate = self._manager, self.estimate
         replica = manager.get_or_recommend_replica(context)
-        places = list(dict.fromkeys((source.address, engine) for source in sources for engine in source.engines))
+        contacts = list(dict.fromkeys((source.address, engine) for source in sources for engine in source.engines))
         tokens = [source.tokens for source in sources]
         most = max(tokens) if all(tokens) else context.current_length
         stretches: Stretches = FromTheFront(manager, context, replica, most, estimate)
         cached, missing = stretches.missing()
-        if missing <= 0 or not places:
+        if missing <= 0 or not contacts:
             return False
         waiting, rest = Waiting(request, context), context.current_length - cached - missing
         if manager.contents.takes_any_part and estimate.splits(cached, missing, rest, manager.page_size):
@@ -193,7 +193,7 @@ class PeerPrefixes:
         if wanted is None:
             self.counts["computed"] += 1
             return False
-        fetch = _Fetch(context, waiting, replica, stretches, places, deque(places), self._clock())
+        fetch = _Fetch(context, waiting, replica, stretches, contacts, deque(contacts), self._clock())
         self._open[context.request_id] = fetch
         self._ask(fetch, wanted)
         return waiting is not None
@@ -266,7 +266,7 @@ class PeerPrefixes:
             return self._take(fetch, happened.proof, event.shares)
         if not event.safe:  # the pull may still write, so neither its key nor its pages can be used for another pull
             return self._end(fetch, "failed")
-        self._give_up(fetch, [lent.source.place for lent in fetch.lent])
+        self._give_up(fetch, [lent.source.contact for lent in fetch.lent])
         return self._go_on(fetch, "failed")
 
     def poll(self) -> list[Waiting]:
@@ -300,26 +300,26 @@ class PeerPrefixes:
         fetch.asked_at, fetch.wait_until = now, now + fetch.share_s * count
         fetch.lent.clear()
         for _ in range(count):
-            place, key = fetch.to_ask.popleft(), f"{context.request_id}?{next(self._serial)}"
-            fetch.places.remove(place)
-            fetch.places.append(place)
+            contact, key = fetch.to_ask.popleft(), f"{context.request_id}?{next(self._serial)}"
+            fetch.contacts.remove(contact)
+            fetch.contacts.append(contact)
             fetch.asked.add(key)
-            self._questions[key] = _PromptQuestion(fetch, place)
-            self._exchange.ask(fetch.replica, key, *place, wanted.digests, fetch.share_s * count)
+            self._questions[key] = _PromptQuestion(fetch, contact)
+            self._exchange.ask(fetch.replica, key, *contact, wanted.digests, fetch.share_s * count)
 
     def _on_lent(self, replica: int, lent: Lent) -> Waiting | None:
         question = self._questions.pop(lent.key, None)
         if question is None:
             return None  # the query belongs to another user of the exchange
-        fetch, place = question
+        fetch, contact = question
         is_late = lent.key not in fetch.asked
         fetch.asked.discard(lent.key)
         if lent.error:
-            self._give_up(fetch, [place])
+            self._give_up(fetch, [contact])
         if is_late:
             if lent.source is not None:
                 self._exchange.refuse(replica, lent.source, _LATE)
-                fetch.to_ask.append(place)
+                fetch.to_ask.append(contact)
             return None
         now = self._clock()
         if lent.source is None or lent.table is None:
@@ -340,12 +340,12 @@ class PeerPrefixes:
         # the first table that is passed to an import must be the longest one
         fetch.lent.sort(key=lambda lent: -lent.table.num_tokens)
         sources, tables = zip(*fetch.lent, strict=True)
-        context, places = fetch.context, [source.place for source in sources]
+        context, contacts = fetch.context, [source.contact for source in sources]
         try:
             fetch.pending = fetch.stretches.reserve(tables)
         except KVCacheError:  # an answer does not fit this cache, or the pages before the stretch have been evicted
             self._refuse(fetch, _USELESS)
-            self._give_up(fetch, places)
+            self._give_up(fetch, contacts)
             return self._go_on(fetch, "failed")
         if fetch.pending is not None and fetch.pending.needs_copy:
             fetch.pull_at, fetch.before_s = self._clock(), self._exchange.pull_seconds
@@ -368,7 +368,7 @@ class PeerPrefixes:
         now, (begin, end) = self._clock(), pending.tokens
         fetch.stretches.commit(pending, proof)
         fetch.pending = None
-        failed = [share.place for share in shares if share.error]
+        failed = [share.contact for share in shares if share.error]
         if proof is not None:
             self.pages_pulled += (end - begin) // self._manager.page_size
             # A pull is not measured if it was the first contact with a source or if a source failed.
@@ -380,9 +380,9 @@ class PeerPrefixes:
             self._split.add(fetch.context.request_id)
         fetch.pulled, fetch.since = fetch.pulled + 1, now
         self._give_up(fetch, failed)
-        left_out = {lent.source.place for lent in fetch.lent if not fetch.stretches.has_more(lent.table, end)}
-        left_out.update(question.place for question in self._questions.values() if question.fetch is fetch)
-        fetch.to_ask = deque(place for place in fetch.places if place not in left_out)
+        left_out = {lent.source.contact for lent in fetch.lent if not fetch.stretches.has_more(lent.table, end)}
+        left_out.update(question.contact for question in self._questions.values() if question.fetch is fetch)
+        fetch.to_ask = deque(contact for contact in fetch.contacts if contact not in left_out)
         return self._go_on(fetch, "pulled")
 
     def _meet_sources(self, fetch: _Fetch) -> bool:
@@ -404,7 +404,7 @@ class PeerPrefixes:
     def _go_on(self, fetch: _Fetch, outcome: FetchOutcome) -> Waiting | None:
         """Asks the next sources for the missing pages, or ends the fetch if another pull is not worthwhile."""
         if not fetch.to_ask and fetch.stretches.skip():
-            fetch.to_ask = deque(fetch.places)
+            fetch.to_ask = deque(fetch.contacts)
         if not fetch.to_ask or fetch.pulled >= fetch.stretches.most or self._clock() >= fetch.since + _ASK_S:
             return self._end(fetch, outcome)
         self._give_back(fetch)
@@ -414,10 +414,10 @@ class PeerPrefixes:
         self._ask(fetch, wanted)
         return None
 
-    def _give_up(self, fetch: _Fetch, places: Sequence[Place]) -> None:
+    def _give_up(self, fetch: _Fetch, contacts: Sequence[Contact]) -> None:
         """Records that these sources have failed. They are not asked again."""
-        fetch.places = [place for place in fetch.places if place not in places]
-        fetch.to_ask = deque(place for place in fetch.to_ask if place not in places)
+        fetch.contacts = [contact for contact in fetch.contacts if contact not in contacts]
+        fetch.to_ask = deque(contact for contact in fetch.to_ask if contact not in contacts)
 
     def _refuse(self, fetch: _Fetch, reason: str) -> None:
         """Gives back lent pages that are not pulled."""

@@ -72,7 +72,7 @@ class _Proof:
             self.view.write(pages, before)
         if fault:
             raise InvalidEngineError(
-                f"{self.where}: {self._writer} writes to other places in a page than a transfer would read: {fault}"
+                f"{self.where}: {self._writer} writes to other offsets in a page than a transfer would read: {fault}"
             )
 
     @property

@@ -72,8 +72,8 @@ def _refuse(found: str, faults: list[str]) -> None:
 
 def _missing(names: dict[str, str]) -> Iterator[str]:
     """Yields what is missing of `names`: a module, or "module:class", and names in it."""
-    for place, wanted in names.items():
-        module, _, of_class = place.partition(":")
+    for path, wanted in names.items():
+        module, _, of_class = path.partition(":")
         try:
             where: Any = import_module(module)
         except ImportError:
@@ -81,7 +81,7 @@ def _missing(names: dict[str, str]) -> Iterator[str]:
             continue
         where = getattr(where, of_class, where) if of_class else where
         if lacking := [name for name in wanted.split() if not _has(where, name)]:
-            yield f"{place.replace(':', '.')} has no {', '.join(lacking)}"
+            yield f"{path.replace(':', '.')} has no {', '.join(lacking)}"
 
 
 def _has(where: Any, name: str) -> bool:

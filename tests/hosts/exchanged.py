@@ -129,7 +129,7 @@ class Exchanged:
             right = all(np.array_equal(page, contents(column)) for column, page in enumerate(found))
         self.manager.release(name)
         self.manager.reset_prefix_cache()
-        shares = [{share.place[1]: share.num_bytes for share in happened.event.shares}] if others else []
+        shares = [{share.contact[1]: share.num_bytes for share in happened.event.shares}] if others else []
         return [seconds, error, right, *shares]
 
     def held(self) -> list[Any]:

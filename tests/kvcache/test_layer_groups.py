@@ -53,10 +53,10 @@ def test_each_layer_has_one_place_and_little_is_lost() -> None:
         choose.shuffle(groups)
         tables = layer_tables(tuple(groups), sum(sizes))
         assert tables.tables[0].group.kind == "full"
-        assert sorted(tables.places) == list(range(sum(sizes)))
-        for layer, (table, place) in tables.places.items():
-            assert tables.tables[table].layers[place] == layer
-            assert place < tables.layers_per_page
+        assert sorted(tables.positions) == list(range(sum(sizes)))
+        for layer, (table, position) in tables.positions.items():
+            assert tables.tables[table].layers[position] == layer
+            assert position < tables.layers_per_page
         assert {group for group, _ in tables.groups} == set(groups)
         assert sum(one.num_tables for one in tables.groups) == len(tables.tables)
         for group, at in tables.groups:  # The tables of a group are consecutive. They have the group's layers in order.
@@ -67,7 +67,7 @@ def test_each_layer_has_one_place_and_little_is_lost() -> None:
 def test_without_groups_there_is_one_table_of_all_layers() -> None:
     tables = layer_tables((), 7)
     assert (tables.layers_per_page, len(tables.tables)) == (7, 1)
-    assert tables.places == {layer: (0, layer) for layer in range(7)}
+    assert tables.positions == {layer: (0, layer) for layer in range(7)}
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "chunked"])

@@ -102,7 +102,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "front/app": "front/observe",
         "front/prometheus": "front/observe",
         "hf/recurrent": "hf/state_models hf/hybrid",
-        "service/places": "service/service",
+        "service/reserving": "service/service",
         "service/prefill": "service/offers service/service service/faults",
         "service/program": "service/fleet",
         "service/server": "service/service service/fleet",

@@ -108,7 +108,7 @@ def run(replies: int, seed: int, say: Callable[[str], None]) -> list[str]:
                 del open_keys[event.key]
                 liar._cards.pop(event.key)
                 known = reader.replica.directory
-                for peer in [peer for peer in known._peers.values() if peer.place[1] == event.key]:
+                for peer in [peer for peer in known._peers.values() if peer.contact[1] == event.key]:
                     known._forget(peer, Failure(FailureKind.OTHER, "enough of it"))
             reader.events.clear()
             time.sleep(5e-4)

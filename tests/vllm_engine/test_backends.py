@@ -174,7 +174,7 @@ def test_a_layer_whose_kernel_writes_elsewhere_is_refused(
         return Kernel(in_columns=in_columns != (next(made) == liar))
 
     monkeypatch.setattr(engine, "Kernel", kernel)
-    with pytest.raises(InvalidEngineError, match=f"{where}.*Kernel writes to other places in a page than") as error:
+    with pytest.raises(InvalidEngineError, match=f"{where}.*Kernel writes to other offsets in a page than") as error:
         make("kv_producer", Shape(backend=backend, tp_size=2))
     assert "\n" not in str(error.value)
 

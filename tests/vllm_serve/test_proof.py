@@ -83,7 +83,7 @@ def test_boxes_that_are_elsewhere_are_refused() -> None:
     cache = random_cache(32, torch.float32)
     before, layer = cache.clone(), cpu_layer(cache, "vec")
     with pytest.raises(
-        InvalidEngineError, match=r"CPUAttentionBackendImpl writes to other places in a page than .* differ"
+        InvalidEngineError, match=r"CPUAttentionBackendImpl writes to other offsets in a page than .* differ"
     ):
         prove(attention(32, torch.float32), {"0.attn": layer}, {"0.attn": ROWS.tensors("", cache)}, torch.float32)
     assert torch.equal(cache, before)

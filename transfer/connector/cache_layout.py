@@ -37,7 +37,7 @@ class _Storages:
         self.regions: dict[int, int] = {}  # by the address of a storage, in order
         self.sizes: list[int] = []
 
-    def place(self, tensor: torch.Tensor) -> tuple[int, int]:
+    def locate(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Returns the region of a tensor and its offset in that region, in bytes."""
         storage = tensor.untyped_storage()
         base = storage.data_ptr()
@@ -204,7 +204,7 @@ class _Layer:
         kind: str = KV,
         skipped: int = 0,
     ) -> Box:
-        region, offset = self.storages.place(tensor)
+        region, offset = self.storages.locate(tensor)
         return from_tensor(
             shape,
             strides,

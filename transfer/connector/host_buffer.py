@@ -106,9 +106,9 @@ def _names(tensor: torch.Tensor, group: GroupConfig) -> list[str]:
 
 def _host_copy(tensor: torch.Tensor, group: GroupConfig) -> torch.Tensor:
     names = _names(tensor, group)
-    by_place = sorted(range(tensor.dim()), key=lambda axis: _ORDER.index(names[axis]) if names else axis)
-    shape = [tensor.shape[axis] for axis in by_place]
+    in_order = sorted(range(tensor.dim()), key=lambda axis: _ORDER.index(names[axis]) if names else axis)
+    shape = [tensor.shape[axis] for axis in in_order]
     # `zeros` writes to all of the memory, so that the operating system maps it now. The first READ of memory that has
     # never been written is many times slower.
     memory = torch.zeros(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return memory.permute([by_place.index(axis) for axis in range(tensor.dim())])
+    return memory.permute([in_order.index(axis) for axis in range(tensor.dim())])

@@ -144,12 +144,12 @@ def _faults(found: _Pointer) -> dict[str, str]:
     return faults
 
 
-def _refusal(request_id: str, params: dict[str, Any], place: tuple[Any, ...], reason: str) -> TransferParamsError:
+def _refusal(request_id: str, params: dict[str, Any], path: tuple[Any, ...], reason: str) -> TransferParamsError:
     try:
-        shown = _short(reduce(getitem, place, params))
+        shown = _short(reduce(getitem, path, params))
     except (LookupError, TypeError):  # the value is missing, or its container cannot be indexed
-        shown = "missing" if place[0] not in params else _short(params[place[0]])
-    where = "".join(f"[{step!r}]" for step in place)
+        shown = "missing" if path[0] not in params else _short(params[path[0]])
+    where = "".join(f"[{step!r}]" for step in path)
     return TransferParamsError(f"request {request_id!r}: kv_transfer_params{where} is {shown}: {reason}")
 
 

@@ -150,8 +150,8 @@ def check(layout: ShardLayout) -> ShardLayout:
         _limit(where, "tokens of a page", group.page_size, 1, 1 if group.state else MAX_INDEX)
         _limit(where, "tokens of the window", group.window, 0, ADDRESS_LIMIT - 1)
         _limit(where, "pages of a block", group.block_pages, 1, 1 if group.state else MAX_INDEX // group.page_size)
-        for place, box in enumerate(group.boxes):
-            _check_box(f"group {number}, box {place} ({box.kind!r})", box, group, layout.region_bytes)
+        for index, box in enumerate(group.boxes):
+            _check_box(f"group {number}, box {index} ({box.kind!r})", box, group, layout.region_bytes)
         _check_disjoint(where, group.boxes)
     return layout
 
@@ -197,7 +197,7 @@ def _check_disjoint(where: str, boxes: tuple[Box, ...]) -> None:
         starts_before = first[:, None, axis] < end[None, :, axis]
         meet &= starts_before & starts_before.T
     if meet.any():
-        one, other = (int(place) for place in np.argwhere(meet)[0])
+        one, other = (int(index) for index in np.argwhere(meet)[0])
         _refuse(f"{where}: boxes {one} and {other} ({boxes[one].kind!r}) hold the same elements")
 
 

@@ -147,8 +147,8 @@ class GroupPlan:
     def size(self, tokens: tuple[int, int]) -> tuple[int, int]:
         """Returns the numbers of runs and bytes in a pull of `tokens` if no two of its pages are neighbours."""
         found = self._lengths(cut(tokens, self.local.page_size, self.remote.page_size))
-        num_bytes = sum(places * int(length.sum()) for places, length in found)
-        return sum(places * len(length) for places, length in found), num_bytes
+        num_bytes = sum(count * int(length.sum()) for count, length in found)
+        return sum(count * len(length) for count, length in found), num_bytes
 
     def _lengths(self, kinds: list[PieceKind]) -> list[tuple[int, Ints]]:
         """Returns pairs: a number of pieces with the same runs, and the lengths of these runs in bytes."""
@@ -171,10 +171,10 @@ class GroupPlan:
         alike = len(kinds) == 1
         if not alike:  # a check within each kind would miss a page that occurs in two kinds
             self.refuse_repeated(PagePairs(local_pages, local_pages))
-        count = sum(places * len(length) for places, length in self._lengths(kinds))
-        if count > MAX_RUNS:
+        total = sum(count * len(length) for count, length in self._lengths(kinds))
+        if total > MAX_RUNS:
             raise InvalidTransferError(
-                f"{self.where}: tokens {tokens[0]} to {tokens[1]} take {count} runs; at most {MAX_RUNS} are allowed"
+                f"{self.where}: tokens {tokens[0]} to {tokens[1]} take {total} runs; at most {MAX_RUNS} are allowed"
             )
         found: list[Runs] = []
         for kind in kinds:
@@ -202,14 +202,14 @@ class GroupPlan:
         local_token, remote_token, num_tokens = np.repeat(inside, repeats, axis=0).T
         for runs in self._flowing:
             token_bytes = int(runs.length[0])
-            places = joined(
+            spread = joined(
                 Runs(
                     local_page * runs.local_page + local_token * token_bytes,
                     remote_page * runs.remote_page + remote_token * token_bytes,
                     num_tokens * token_bytes,
                 )
             )
-            yield runs.spread(places.local, places.remote, places.length, local_bases, remote_bases)
+            yield runs.spread(spread.local, spread.remote, spread.length, local_bases, remote_bases)
 
 
 def _pages_of(where: str, pages: ArrayLike, tokens: tuple[int, int], group: Group) -> Ints:

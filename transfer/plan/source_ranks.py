@@ -39,8 +39,8 @@ def sources(local: ShardLayout, remotes: Sequence[ShardLayout], local_rank: int)
                 f"remote shard {number} has {len(remote.groups)} groups, this shard has {len(local.groups)}"
             )
     grids = {
-        (place, kind): _Grid(f"group {place}", kind, group, [remote.groups[place] for remote in remotes])
-        for place, group in enumerate(local.groups)
+        (number, kind): _Grid(f"group {number}", kind, group, [remote.groups[number] for remote in remotes])
+        for number, group in enumerate(local.groups)
         for kind in {box.kind: None for box in group.boxes}
     }
     used = np.zeros(len(remotes), np.bool_)
@@ -48,11 +48,11 @@ def sources(local: ShardLayout, remotes: Sequence[ShardLayout], local_rank: int)
         for grid in grids.values():
             grid.choose(used, local_rank, forced=forced)
     parts: dict[int, list[list[Box]]] = {}
-    for (place, kind), grid in grids.items():
-        ours = (box for box in local.groups[place].boxes if box.kind == kind)
+    for (number, kind), grid in grids.items():
+        ours = (box for box in local.groups[number].boxes if box.kind == kind)
         for box, cut in zip(ours, grid.parts(), strict=True):
             for owner, first, end in cut:
-                parts.setdefault(owner, [[] for _ in local.groups])[place].append(sub_box(box, first, end))
+                parts.setdefault(owner, [[] for _ in local.groups])[number].append(sub_box(box, first, end))
     return [(owner, _with_boxes(local, parts[owner])) for owner in sorted(parts)]
 
 
@@ -131,10 +131,10 @@ class _Grid:
             if key not in known:
                 known[key] = list(_uniform(inside, (0, 0, 0, 0)))
             yield [
-                (int(inside[first]), self._place(cells, first), self._place(cells, end)) for first, end in known[key]
+                (int(inside[first]), self._corner(cells, first), self._corner(cells, end)) for first, end in known[key]
             ]
 
-    def _place(self, cells: tuple[slice, ...], at: Index) -> Index:
+    def _corner(self, cells: tuple[slice, ...], at: Index) -> Index:
         layers, sides, heads, dims = self._ends
         layer, side, head, dim = cells
         return (
@@ -164,5 +164,5 @@ def _uniform(owner: NDArray[np.int64], at: Index) -> Iterator[tuple[Index, Index
 
 
 def _moved(at: Index, axis: int, by: int) -> Index:
-    layer, side, head, dim = (place + (by if number == axis else 0) for number, place in enumerate(at))
+    layer, side, head, dim = (index + (by if number == axis else 0) for number, index in enumerate(at))
     return (layer, side, head, dim)

@@ -212,9 +212,9 @@ def _copies(stack: Stack, remote_page: int) -> Iterator[_StridedCopy]:
     outer = [axis for axis in stack.axes if axis[2] >= remote_page]
     columns = (stack.local_region, stack.local_offset, stack.remote_region, stack.remote_offset)
     for local_region, local, remote_region, remote in zip(*(column.tolist() for column in columns), strict=True):
-        for place in product(*(range(n) for n, _, _ in outer)):
-            ours = local + sum(index * step for index, (_, step, _) in zip(place, outer, strict=True))
-            theirs = remote + sum(index * step for index, (_, _, step) in zip(place, outer, strict=True))
+        for indices in product(*(range(n) for n, _, _ in outer)):
+            ours = local + sum(index * step for index, (_, step, _) in zip(indices, outer, strict=True))
+            theirs = remote + sum(index * step for index, (_, _, step) in zip(indices, outer, strict=True))
             yield _StridedCopy(stack, inner, local_region, ours, remote_region, theirs)
 
 
@@ -246,10 +246,10 @@ def _segments(copies: Sequence[_StridedCopy], page_size: int, *, single: bool) -
     ], segment_of
 
 
-def _evenly(places: Ints) -> slice:
+def _evenly(indices: Ints) -> slice:
     """Returns evenly spaced indices as a slice."""
-    first, last = int(places[0]), int(places[-1])
-    return slice(first, last + 1, max(1, (last - first) // max(1, len(places) - 1)))
+    first, last = int(indices[0]), int(indices[-1])
+    return slice(first, last + 1, max(1, (last - first) // max(1, len(indices) - 1)))
 
 
 def _lines(num_bytes: int) -> int:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvcache.replica.block_table import BlockTable, PageDigests
 from transfer.errors import TransferError
 from transfer.pull.lease import LeaseRef
-from transfer.pull.source import Place, Source
+from transfer.pull.source import Contact, Source
 from transfer.wire.handshake import HandshakeClient
 from transfer.wire.messages import MAX_DIGEST_BYTES, Answer, ContentQuery, LeasedPages, LeaseReply, open_pages
 
@@ -55,7 +55,7 @@ class _Question:
 
     replica: int
     key: str
-    place: Place
+    contact: Contact
     query: ContentQuery
     digests: bytes
     deadline: float
@@ -105,12 +105,12 @@ class PageAsks:
         self._open: dict[int, _Question] = {}  # by `ask_id`
         self._happened: list[tuple[int, Lent]] = []
 
-    def ask(self, replica: int, key: str, place: Place, wanted: PageDigests, timeout_s: float) -> None:
+    def ask(self, replica: int, key: str, contact: Contact, wanted: PageDigests, timeout_s: float) -> None:
         """See `PageExchange.ask`."""
         now, ask_id = time.monotonic(), secrets.randbits(63)
         query = ContentQuery(
             query_id=0,
-            engine_id=place[1],
+            engine_id=contact[1],
             ask_id=ask_id,
             reader=f"{key} of {self._name}"[:512],
             asker=self._asker,
@@ -121,7 +121,7 @@ class PageAsks:
             digests=wanted.digests[:MAX_DIGEST_BYTES],
             first_page=wanted.first_page,
         )
-        self._open[ask_id] = _Question(replica, key, place, query, query.digests, now + timeout_s)
+        self._open[ask_id] = _Question(replica, key, contact, query, query.digests, now + timeout_s)
         self._send(self._open[ask_id])
 
     @property
@@ -140,7 +140,7 @@ class PageAsks:
                 del self._open[ask.query.ask_id]
             elif now >= ask.deadline:
                 missing = ask.waits_for or "its answer"
-                error = f"engine {ask.place[1]!r} at {ask.place[0]}: waited in vain for {missing}"
+                error = f"engine {ask.contact[1]!r} at {ask.contact[0]}: waited in vain for {missing}"
                 self._happened.append((ask.replica, Lent(ask.key, None, None, error)))
                 ask.is_told, ask.deadline = True, now + _LATE_S
             elif now >= ask.at:
@@ -161,10 +161,10 @@ class PageAsks:
                 self._on_answer(ask, answer)
 
         left = max(1e-3, ask.deadline - time.monotonic())
-        self._client.ask(ask.place[0], ask.query, done, left)
+        self._client.ask(ask.contact[0], ask.query, done, left)
 
     def _on_answer(self, ask: _Question, answer: Answer | TransferError) -> None:
-        where = f"engine {ask.place[1]!r} at {ask.place[0]}"
+        where = f"engine {ask.contact[1]!r} at {ask.contact[0]}"
         if not isinstance(answer, LeaseReply):
             self._end(ask, error=f"{where}: {answer}")
         elif answer.error:
@@ -179,14 +179,14 @@ class PageAsks:
     def _on_pages(self, ask: _Question, where: str, data: bytes) -> None:
         """Completes a query with the leased pages. Gives the lease back if they are not the requested pages."""
         try:
-            pages = open_pages(data, ask.place[1], None, self._key)
+            pages = open_pages(data, ask.contact[1], None, self._key)
         except TransferError as error:
             self._end(ask, error=f"{where}: {error}")
             return
         if not any(pages.block_ids) and not pages.num_tokens:
             self._end(ask)
             return
-        source = Source(*ask.place, LeaseRef(pages.lease_id, pages.slot, pages.duration_s), pages.incarnation)
+        source = Source(*ask.contact, LeaseRef(pages.lease_id, pages.slot, pages.duration_s), pages.incarnation)
         size = pages.num_tokens // ask.query.page_size * len(pages.prompt_digest)
         # the digests of the leased pages; empty if the source leased more pages than the query asked for
         digests = ask.digests[:size] if size <= len(ask.digests) else b""

@@ -20,7 +20,7 @@ from transfer.failures import Failure, FailureKind
 from transfer.nixl.vouchers import is_vouched
 from transfer.pull.rank import RankTransfer
 from transfer.pull.remote import RemoteEngine
-from transfer.pull.source import Place
+from transfer.pull.source import Contact
 from transfer.wire.handshake import HandshakeClient
 from transfer.wire.messages import Answer, MetadataQuery, MetadataReply, Ping, Pong, open_rank
 
@@ -57,7 +57,7 @@ class _Candidate(NamedTuple):
 class Peer:
     """An engine at an address, with the times of its last use, last sign of life and last ping."""
 
-    place: Place
+    contact: Contact
     incarnation: str = ""  # the loaded incarnation; empty until it is known
     used: float = 0.0
     heard: float = 0.0
@@ -99,41 +99,41 @@ class Directory:
         self._on_ready = on_ready
         self._on_lost = on_lost
         self._compatibility: Mapping[str, str] = ranks[0].identity.compatibility
-        self._peers: dict[Place, Peer] = {}
+        self._peers: dict[Contact, Peer] = {}
         self._has_key = bool(ranks[0].identity.key)
         self._next_watch = 0.0
 
     def __len__(self) -> int:
         return len(self._peers)
 
-    def use(self, place: Place) -> Peer | None:
-        """Returns the engine at a place if all local ranks have loaded it; otherwise None.
+    def use(self, contact: Contact) -> Peer | None:
+        """Returns the engine at a contact if all local ranks have loaded it; otherwise None.
 
         Also records the current time as the engine's last use, so that the engine is not forgotten as idle.
         """
-        peer = self._peers.get(place)
+        peer = self._peers.get(contact)
         if peer is None or not self._is_connected(peer):
             return None
         peer.used = self._clock()
         return peer
 
-    def connect(self, place: Place) -> None:
-        """Asks the engine at a place for its metadata unless the engine is loaded.
+    def connect(self, contact: Contact) -> None:
+        """Asks the engine at a contact for its metadata unless the engine is loaded.
 
         `on_ready` or `on_lost` reports the outcome.
         """
-        peer = self._peers.setdefault(place, Peer(place))
+        peer = self._peers.setdefault(contact, Peer(contact))
         peer.used = self._clock()
         if peer.connecting or self._is_connected(peer):
             return
         peer.connecting = True
 
         def done(answer: Answer | TransferError) -> None:
-            if self._peers.get(place) is peer:
+            if self._peers.get(contact) is peer:
                 self._on_metadata(peer, answer)
 
-        query = MetadataQuery(query_id=0, engine_id=place[1], compatibility=dict(self._compatibility))
-        self._client.ask(place[0], query, done, self._times.handshake_timeout_s)
+        query = MetadataQuery(query_id=0, engine_id=contact[1], compatibility=dict(self._compatibility))
+        self._client.ask(contact[0], query, done, self._times.handshake_timeout_s)
 
     def add(self, address: str, ranks: Sequence[bytes]) -> str:
         """Loads an engine whose metadata did not arrive through the handshake. Returns its id.
@@ -157,7 +157,7 @@ class Directory:
         if remotes:
             self._load(peer, remotes)
         peer.incarnation = first.incarnation
-        self._peers[peer.place] = peer
+        self._peers[peer.contact] = peer
         self._on_ready(peer)
         return first.engine_id
 
@@ -165,7 +165,7 @@ class Directory:
         return [rank.inspect(ranks, (engine_id, incarnation)) for rank in self._ranks]
 
     def _is_connected(self, peer: Peer) -> bool:
-        return bool(peer.incarnation) and self._is_loaded(peer.place[1], peer.incarnation)
+        return bool(peer.incarnation) and self._is_loaded(peer.contact[1], peer.incarnation)
 
     def _is_loaded(self, engine_id: str, incarnation: str) -> bool:
         for rank in self._ranks:  # each pull calls this method several times, and a generator would take twice as long
@@ -175,7 +175,7 @@ class Directory:
         return True
 
     def _on_metadata(self, peer: Peer, answer: Answer | TransferError) -> None:
-        address, engine_id = peer.place
+        address, engine_id = peer.contact
         try:
             if not isinstance(answer, MetadataReply):
                 raise answer if isinstance(answer, TransferError) else HandshakeError(f"{address}: no metadata")
@@ -190,7 +190,7 @@ class Directory:
         """Loads a candidate. If another incarnation of its engine is loaded, pings the loaded incarnation instead."""
         peer.candidate = candidate
         try:
-            if not self._is_loaded(peer.place[1], candidate.incarnation):
+            if not self._is_loaded(peer.contact[1], candidate.incarnation):
                 if known := self._others(peer, candidate.incarnation):
                     for other in known:
                         self._ping(other)
@@ -206,33 +206,33 @@ class Directory:
         self._on_alive(peer)
 
     def _others(self, peer: Peer, incarnation: str) -> list[Peer]:
-        """Returns the places where another incarnation of the engine is loaded."""
-        same = [other for other in self._peers.values() if other.place[1] == peer.place[1] and other is not peer]
+        """Returns the contacts where another incarnation of the engine is loaded."""
+        same = [other for other in self._peers.values() if other.contact[1] == peer.contact[1] and other is not peer]
         return [other for other in same if other.incarnation != incarnation and self._is_connected(other)]
 
     def _candidates(self, engine_id: str) -> list[tuple[Peer, _Candidate]]:
-        same = [peer for peer in self._peers.values() if peer.place[1] == engine_id]
+        same = [peer for peer in self._peers.values() if peer.contact[1] == engine_id]
         return [(peer, peer.candidate) for peer in same if peer.candidate is not None]
 
     def _on_alive(self, peer: Peer) -> None:
         """Reports that an engine is ready. Refuses candidates that have its id but another incarnation."""
         self._on_ready(peer)
-        address, engine_id = peer.place
+        address, engine_id = peer.contact
         for other, candidate in self._candidates(engine_id):
             if candidate.incarnation != peer.incarnation and other.candidate is candidate:
                 self._refuse(
                     other,
                     f"an engine with this id still answers at {address}, with incarnation {peer.incarnation!r}; the "
-                    f"one at {other.place[0]} has incarnation {candidate.incarnation!r}",
+                    f"one at {other.contact[0]} has incarnation {candidate.incarnation!r}",
                 )
 
     def _refuse(self, peer: Peer, reason: str) -> None:
         self.failed_handshakes += 1
-        text = f"handshake with engine {peer.place[1]!r} at {peer.place[0]}: {reason}"
+        text = f"handshake with engine {peer.contact[1]!r} at {peer.contact[0]}: {reason}"
         self._forget(peer, Failure(FailureKind.HANDSHAKE, text))
 
     def _load(self, peer: Peer, remotes: Sequence[RemoteEngine]) -> None:
-        address, engine_id = peer.place
+        address, engine_id = peer.contact
         try:
             for rank, remote in zip(self._ranks, remotes, strict=True):
                 rank.load(remote)
@@ -241,36 +241,36 @@ class Directory:
                 rank.disconnect(engine_id, error.failure, remotes[0].incarnation)
             raise
         peer.incarnation = remotes[0].incarnation
-        for other in [other for other in self._peers.values() if other.place[1] == engine_id]:
+        for other in [other for other in self._peers.values() if other.contact[1] == engine_id]:
             if other.incarnation not in {"", peer.incarnation}:
                 self._forget(other, _gone(f"engine {engine_id!r} was restarted at {address}"))
 
-    def watch(self, busy: Callable[[], set[Place]]) -> None:
+    def watch(self, busy: Callable[[], set[Contact]]) -> None:
         """Pings engines in use, and forgets idle ones. Must be called often; usually returns at once.
 
-        `busy` returns the places of the engines from which pulls read, or for which pulls wait.
+        `busy` returns the contacts of the engines from which pulls read, or for which pulls wait.
         """
         now = self._clock()
         if now < self._next_watch:
             return
         self._next_watch = now + self._times.heartbeat_s / 4
         used = busy()
-        for place, peer in list(self._peers.items()):
-            if place in used:
+        for contact, peer in list(self._peers.items()):
+            if contact in used:
                 peer.used = now
             if peer.connecting:
                 continue
-            if place not in used:
+            if contact not in used:
                 if now - peer.used > self._times.idle_s:
                     self._forget(peer, _gone("idle"))
             elif peer.incarnation and not self._is_connected(peer):
-                self._forget(peer, _gone(f"engine {place[1]!r} was lost"))
+                self._forget(peer, _gone(f"engine {contact[1]!r} was lost"))
             elif now - max(peer.heard, peer.asked) > self._times.heartbeat_s:
                 self._ping(peer)
 
-    def check(self, place: Place) -> None:
-        """Pings the engine at a place, if any. The answer shows whether the loaded incarnation is still alive."""
-        if (peer := self._peers.get(place)) is not None:
+    def check(self, contact: Contact) -> None:
+        """Pings the engine at a contact, if any. The answer shows whether the loaded incarnation is still alive."""
+        if (peer := self._peers.get(contact)) is not None:
             self._ping(peer)
 
     def _ping(self, peer: Peer) -> None:
@@ -280,8 +280,8 @@ class Directory:
 
         def done(answer: Answer | TransferError) -> None:
             peer.pinging = False
-            engine_id = peer.place[1]
-            if self._peers.get(peer.place) is not peer:
+            engine_id = peer.contact[1]
+            if self._peers.get(peer.contact) is not peer:
                 return
             if not isinstance(answer, Pong):
                 self._forget(peer, _gone(f"engine {engine_id!r} is silent: {answer}"))
@@ -291,20 +291,20 @@ class Directory:
                 peer.heard = self._clock()
                 self._on_alive(peer)
 
-        self._client.ask(peer.place[0], Ping(query_id=0, engine_id=peer.place[1]), done, self._times.dead_after_s)
+        self._client.ask(peer.contact[0], Ping(query_id=0, engine_id=peer.contact[1]), done, self._times.dead_after_s)
 
     def _forget(self, peer: Peer, failure: Failure) -> None:
         """Forgets an engine and everything that was learnt about it. The next request asks for its metadata again."""
-        address, engine_id = peer.place
-        self._peers.pop(peer.place, None)
+        address, engine_id = peer.contact
+        self._peers.pop(peer.contact, None)
         peer.candidate = None
-        others = [other for other in self._peers.values() if other.place[1] == engine_id]
+        others = [other for other in self._peers.values() if other.contact[1] == engine_id]
         if peer.incarnation and all(other.incarnation != peer.incarnation for other in others):
             for rank in self._ranks:
                 rank.disconnect(engine_id, failure, peer.incarnation)
         self._on_lost(peer, failure)
         self._client.forget(address)
-        # If this was the engine's last place, a waiting candidate can be loaded.
+        # If this was the engine's last contact, a waiting candidate can be loaded.
         for other, candidate in self._candidates(engine_id):
             if other.candidate is candidate:
                 self._admit(other, candidate)

@@ -558,8 +558,8 @@ class PageExchange(Uncopied):
                 # here.
                 for lease_id in list(self._leases[replica]):
                     self._end_lease(replica, lease_id)
-                for place in [place for place in self._pulls if place[0] == replica]:
-                    copier = self._pulls.pop(place)
+                for key in [key for key in self._pulls if key[0] == replica]:
+                    copier = self._pulls.pop(key)
                     if copier is not None:
                         copier.give_up()
         self._server.close()

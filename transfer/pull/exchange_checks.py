@@ -96,9 +96,9 @@ def check_pending(pending: object, replicas: int) -> None:
         raise InvalidRequestError(f"pending is {shown(pending)}: an open import of this manager is needed")
 
 
-def check_question(key: object, place: tuple[object, object], wanted: object, timeout_s: object) -> None:
+def check_question(key: object, contact: tuple[object, object], wanted: object, timeout_s: object) -> None:
     """Raises `InvalidRequestError` unless a source can be asked for pages with these arguments."""
-    for name, text in (("key", key), ("address", place[0]), ("engine_id", place[1])):
+    for name, text in (("key", key), ("address", contact[0]), ("engine_id", contact[1])):
         check_text(name, text)
     needed = "a result of `contents.digests`"
     digests = of_kind("wanted", wanted, PageDigests, needed, InvalidRequestError).digests

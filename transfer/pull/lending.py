@@ -197,12 +197,12 @@ class PageLending:
         held = [lent.size for lent in self._lent.values() if lent.replica == replica]
         most = self._most - sum(held) if len(held) < self._most_leases[replica] else 0
         wanted = PageDigests(query.page_size, query.hash_algorithm, query.digests, query.first_page)
-        place = query.reader, replica
-        if now < until and self._manager.contents.bring(*place, wanted, most):
+        reader = query.reader, replica
+        if now < until and self._manager.contents.bring(*reader, wanted, most):
             self._loading.append((replica, query, until))
             self._say(query.ask_id, _LOADING)
             return
-        found = self._manager.contents.lease(*place, wanted, most)
+        found = self._manager.contents.lease(*reader, wanted, most)
         asker, pages, size = _asker(query), frozenset[int](), 0
         if found is not None:
             groups: tuple[tuple[int, ...], ...] = found[1].groups

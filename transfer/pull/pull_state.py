@@ -16,7 +16,7 @@ from transfer.plan.page_lists import PageLists
 from transfer.pull.lease import CLEARED, LeaseRef
 from transfer.pull.parts import Part
 from transfer.pull.remote import RemoteEngine
-from transfer.pull.source import Place, Source
+from transfer.pull.source import Contact, Source
 from transfer.wire.messages import LeasedPages, Wanted
 
 FIRST_PAUSE_S = 1e-3
@@ -57,12 +57,12 @@ class PullShare(NamedTuple):
     """The part of a pull that one of several sources has contributed.
 
     Attributes:
-        place: address and engine id of the source.
+        contact: address and engine id of the source.
         num_bytes: bytes of the pages that were read from the source under its lease.
         error: why the source was given up; empty if it was not.
     """
 
-    place: Place
+    contact: Contact
     num_bytes: int
     error: str
 

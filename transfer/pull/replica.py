@@ -26,7 +26,7 @@ from transfer.pull.lease import Lease, LeaseBook, LeaseRef
 from transfer.pull.pull_state import OwnKey, PullEvent, Reading, ReplicaPull
 from transfer.pull.rank import RankTransfer
 from transfer.pull.shared_pull import SharedPull, SharedPulls, SourcePages
-from transfer.pull.source import NO_WEIGHTS, Place, Source, check_tokens, source_in
+from transfer.pull.source import NO_WEIGHTS, Contact, Source, check_tokens, source_in
 from transfer.stats import TransferStats
 from transfer.wire.handshake import HandshakeClient
 from transfer.wire.messages import Answer, LeaseQuery, LeaseRefusal, LeaseReply, ReaderNote, Wanted
@@ -231,7 +231,7 @@ class ReplicaTransfer:
         if not (pull.started or pull.error):
             self._unstarted.add(key)
             heapq.heappush(self._due, (pull.deadline, key))
-            self.directory.connect(source.place)
+            self.directory.connect(source.contact)
             self._ask(key)
         self._collect_pulls()  # a small pull may have ended by now
 
@@ -288,7 +288,7 @@ class ReplicaTransfer:
         """
         if len(self.ranks) > 1 or not isinstance(source, Source):
             return False
-        rank, peer = self.ranks[0], self.directory.use(source.place)
+        rank, peer = self.ranks[0], self.directory.use(source.contact)
         remote = rank.remote(source.engine_id)
         if peer is None or remote is None or is_of_other_start(source, peer):
             return False
@@ -318,7 +318,7 @@ class ReplicaTransfer:
         for group, size in zip(groups, sizes, strict=True):
             local: Any = group[0]
             num_bytes += len(local) * size
-        return num_bytes <= _SMALL_BYTES and self.directory.use(source.place) is not None
+        return num_bytes <= _SMALL_BYTES and self.directory.use(source.contact) is not None
 
     def _ask(self, key: str) -> None:
         """Asks the source of a pull which pages its lease holds. Does nothing if the pages are known."""
@@ -441,7 +441,7 @@ class ReplicaTransfer:
         self._expire()
         if len(self._shared):
             self._step_shared()
-        self.directory.watch(lambda: {pull.source.place for pull in self._pulls.values()})
+        self.directory.watch(lambda: {pull.source.contact for pull in self._pulls.values()})
         self.stats.failed_handshakes = self.directory.failed_handshakes
         # Open pulls alone do not count: one that waits for the next chunk of a prompt needs no frequent polls.
         reading = any(rank.puller.is_reading for rank in self.ranks)
@@ -487,40 +487,40 @@ class ReplicaTransfer:
             while rank.puller.ended:
                 self.stats.record(rank.puller.ended.popleft())
 
-    def _of(self, place: Place) -> list[str]:
-        return [key for key, pull in self._pulls.items() if pull.source.place == place]
+    def _of(self, contact: Contact) -> list[str]:
+        return [key for key, pull in self._pulls.items() if pull.source.contact == contact]
 
     def _start_all(self, peer: Peer) -> None:
         """Starts the pulls from a source that has confirmed its identity.
 
         Fails the pulls whose lease was granted by another incarnation of the source.
         """
-        for key in self._of(peer.place):
+        for key in self._of(peer.contact):
             if is_of_other_start(self._pulls[key].source, peer):
-                text = f"engine {peer.place[1]!r} has restarted since it granted the lease"
+                text = f"engine {peer.contact[1]!r} has restarted since it granted the lease"
                 self._fail(key, Failure(FailureKind.LEASE_OVER, text))
             else:
                 self._start(key, self._pulls[key])
 
     def _fail_all(self, peer: Peer, failure: Failure) -> None:
-        for key in self._of(peer.place):
+        for key in self._of(peer.contact):
             pull = self._pulls[key]
             another = isinstance(pull.source, Wanted) or is_of_other_start(pull.source, peer)
             if peer.incarnation and not pull.started and another:
                 # Another incarnation has granted the lease, most likely the incarnation that runs now. This call asks
                 # for its metadata.
-                self.directory.connect(peer.place)
+                self.directory.connect(peer.contact)
             else:
                 self._fail(key, failure)
 
     def _start(self, key: str, pull: ReplicaPull) -> None:
         """Opens a pull on every rank and reads its waiting pages, if the source is loaded and has named its pages."""
-        if pull.error or isinstance(pull.source, Wanted) or (peer := self.directory.use(pull.source.place)) is None:
+        if pull.error or isinstance(pull.source, Wanted) or (peer := self.directory.use(pull.source.contact)) is None:
             return
         if is_of_other_start(pull.source, peer):
             # Either the source was restarted after it was loaded here, or an earlier incarnation has granted the lease.
             # A ping shows which is true.
-            self.directory.check(peer.place)
+            self.directory.check(peer.contact)
             return
         try:
             if not pull.started:
@@ -561,7 +561,7 @@ class ReplicaTransfer:
         if event.error:
             self._fail(event.key, pull.error or next(one.error for one in pull.reads if one.error))
             # a ping tells whether the source is alive and still the same incarnation
-            self.directory.check(pull.source.place)
+            self.directory.check(pull.source.contact)
         elif not pull.error and all(one.fenced for one in pull.reads):
             del self._pulls[event.key]
             if pull.begins or len(self.ranks) > 1:

@@ -25,7 +25,7 @@ from transfer.plan.boxes import Group
 from transfer.plan.intersection import Ints
 from transfer.plan.page_lists import NOTHING, PageLists
 from transfer.pull.pull_state import OwnKey, PullEvent, PullShare, ReplicaPull
-from transfer.pull.source import Place, Source
+from transfer.pull.source import Contact, Source
 
 ONE_SOURCE_BYTES = 1 << 20
 """In bytes: up to this size, a pull reads one source, because a second one would save less time than its first run
@@ -306,7 +306,7 @@ class SharedPull:
         self.state[end:][self.state[end:] == _TO_READ] = _LOST
         if not self.cancelled and (self.state[:end] == _TO_READ).any():
             return None
-        shares = tuple(PullShare(part.holding.source.place, part.num_bytes, part.error) for part in self.parts)
+        shares = tuple(PullShare(part.holding.source.contact, part.num_bytes, part.error) for part in self.parts)
         if not self.cancelled and not self.is_told:
             if end == len(self.state):
                 return PullEvent(self.key, "", safe=True, shares=shares)
@@ -331,7 +331,7 @@ class SharedPulls:
         self._open: dict[str, SharedPull] = {}
         self._parts: dict[str, tuple[SharedPull, _SourcePart]] = {}  # by key, until the last event of the part
         # the attribute `seen` of each of the sources that were read most recently
-        self._seen: dict[Place, tuple[float, float]] = {}
+        self._seen: dict[Contact, tuple[float, float]] = {}
 
     def __contains__(self, key: str) -> bool:
         return key in self._open
@@ -344,7 +344,7 @@ class SharedPulls:
         self._open[shared.key] = shared
         for holding in holdings:
             key = OwnKey(shared.key)
-            shared.add(key, holding, holdings[0], self._seen.get(holding.source.place, (0.0, 0.0)))
+            shared.add(key, holding, holdings[0], self._seen.get(holding.source.contact, (0.0, 0.0)))
             self._parts[key] = shared, shared.parts[-1]
         shared.parts.sort(key=lambda part: -part.rate)
         for part in list(shared.parts):
@@ -408,11 +408,11 @@ class SharedPulls:
             self._pulls.add_pages(part.key, shared.pages(part.holding, run), last=False, tables=tables)
 
     def _remember(self, part: _SourcePart) -> None:
-        place = part.holding.source.place
+        contact = part.holding.source.contact
         # The removal moves the entry to the end. The first entry must be the one that has been unused for the longest
         # time.
-        self._seen.pop(place, None)
-        self._seen[place] = part.seen
+        self._seen.pop(contact, None)
+        self._seen[contact] = part.seen
         if len(self._seen) > _KNOWN_RATES:
             del self._seen[next(iter(self._seen))]
 

@@ -22,7 +22,7 @@ from transfer.wire.messages import LeasedPages, Wanted, open_pages
 NO_WEIGHTS: Mapping[str, str] = MappingProxyType({})
 """Identifies no weights."""
 
-Place: TypeAlias = tuple[str, str]
+Contact: TypeAlias = tuple[str, str]
 """The ZMQ endpoint of a handshake server, and the id of the engine that is expected there."""
 
 
@@ -43,7 +43,7 @@ class Source(NamedTuple):
     incarnation: Annotated[str, Meta(max_length=256)] = ""
 
     @property
-    def place(self) -> Place:
+    def contact(self) -> Contact:
         """The address and engine id, by which the directory finds the source."""
         return (self.address, self.engine_id)
 

@@ -18,7 +18,7 @@ from transfer.pull.parts import Part
 
 SLABS = 4
 SLAB_BYTES = 16 << 20
-"""In bytes. Pages are read into a slab, and are then copied to their place in the pool while other pages are read into
+"""In bytes. Pages are read into a slab, and are then copied to their pages while other pages are read into
 the next slab.
 """
 

@@ -206,11 +206,11 @@ class HandshakeServer:
 
     def _answer_held(self, *, is_told: bool) -> None:
         now = time.monotonic()
-        for place, (envelope, query, until) in list(self._held.items()):
+        for key, (envelope, query, until) in list(self._held.items()):
             if is_told or until <= now:
                 answer = self._answer_to(query)
                 if until <= now or not _is_waiting(answer):
-                    del self._held[place]
+                    del self._held[key]
                     self._say(envelope, answer)
 
     def _answer(self, frames: list[bytes]) -> None:

@@ -138,7 +138,7 @@ class Wanted(NamedTuple):
     named: tuple[tuple[str, str], ...] = ()
 
     @property
-    def place(self) -> tuple[str, str]:
+    def contact(self) -> tuple[str, str]:
         """Address and engine id of the source."""
         return (self.address, self.engine_id)
 

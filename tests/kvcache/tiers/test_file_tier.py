@@ -729,18 +729,18 @@ def test_check_recounts_the_files(served: Make) -> None:
     index = files_of(it)._index
     for change, message in (
         (lambda: setattr(index, "bytes", index.bytes + 1), "counted"),
-        (lambda: index._place_of.__setitem__(1, 7), "wrong positions"),
+        (lambda: index._index_of.__setitem__(1, 7), "wrong positions"),
         (lambda: index._file_of.__setitem__(1, 7), "do not refer to each other"),
         (lambda: index._pool.holders.__setitem__(1, 2), "file tier: page 1 has 2 holders"),
         (lambda: index.reading.__setitem__(1, True), "0 entries are being read"),
         (lambda: it.tiers.host.pool.hold(np.array([1], np.int32)), "host tier: page 1"),
     ):
         index.check()
-        saved = (index.bytes, index._place_of.copy(), index._file_of.copy(), index._pool.holders.copy())
+        saved = (index.bytes, index._index_of.copy(), index._file_of.copy(), index._pool.holders.copy())
         change()
         with pytest.raises(InvariantError, match=message):
             it.manager.check()
-        index.bytes, index._place_of, index._file_of, index._pool.holders = saved
+        index.bytes, index._index_of, index._file_of, index._pool.holders = saved
         index.reading[:] = False
     it.tiers.host.pool.release(np.array([1], np.int32))
 

@@ -106,7 +106,7 @@ def test_check_names_bytes_that_do_not_add_up() -> None:
     [
         ("_names", 1, "b", "a and its entries do not refer to each other"),
         ("_file_of", 2, 7, "and its entries do not refer to each other"),
-        ("_place_of", slice(None), 1, "the entries of a have wrong positions of pages"),
+        ("_index_of", slice(None), 1, "the entries of a have wrong positions of pages"),
         ("_max_bytes", None, 49, "its files have 50 bytes, but 50 are counted and 49 are allowed"),
     ],
 )

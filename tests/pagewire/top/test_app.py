@@ -219,7 +219,7 @@ def test_zoom_pan_pools_and_the_mouse(watched: tuple[PagedKVCacheManager, Manage
         await pilot.press("+", "+")
         closer = app.map._areas[0].span
         assert closer.pages == 10_000
-        assert closer.per_place < whole.per_place
+        assert closer.per_square < whole.per_square
         assert closer.first == 15_001
         await pilot.press("left")
         assert app.map._areas[0].span.first == 10_001
@@ -253,7 +253,7 @@ def test_four_million_pages_are_summed_up() -> None:
 
     async def play(_: Pilot[None]) -> None:
         area = app.map._areas[0]
-        assert area.span.places <= 2 * 120 * (area.lines - 1)
+        assert area.span.squares <= 2 * 120 * (area.lines - 1)
         held, free = list(DARK.states[PageState.HELD]), list(DARK.states[PageState.FREE])
         colours = area.colours.tolist()
         quarter = len(colours) // 4

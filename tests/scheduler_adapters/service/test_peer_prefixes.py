@@ -499,7 +499,7 @@ class Spy:
     @property
     def shares(self) -> dict[str, int]:
         """Returns the bytes that came from each source in the latest pull."""
-        return {share.place[1]: share.num_bytes for share in self.pulls[-1].shares}
+        return {share.contact[1]: share.num_bytes for share in self.pulls[-1].shares}
 
 
 def two_that_know(start: Callable[..., Service], first: list[int] = FIRST) -> Service:
@@ -585,7 +585,7 @@ def test_a_source_that_fails_in_a_pull_from_two_leaves_its_pages_to_the_other(
 
     monkeypatch.setattr(service.exchanges["p1"], "pull", stopped)
     assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2")) == expected
-    assert [share.place[1] for share in spy.pulls[-1].shares if share.error] == ["p2/0"]
+    assert [share.contact[1] for share in spy.pulls[-1].shares if share.error] == ["p2/0"]
     assert service.ended["second"].cached_tokens == 16 * PAGES
     assert service.prefills["p1"].stats().taken_s["pull"] == 0  # A pull with a failed source is not measured.
     service.assert_nothing_held()

@@ -331,7 +331,7 @@ def test_params_that_a_source_has_made_are_read_and_loaded(make: Any) -> None:
     offered(source)
     read = reader.read("R", params(source), PROMPT)
     asked = loading(reader, read, 21, 8)
-    assert (asked.wanted, read.place) == (read, (source.address, "p"))
+    assert (asked.wanted, read.contact) == (read, (source.address, "p"))
     assert (asked.num_computed_tokens, asked.num_tokens, asked.total_tokens) == (8, 21, 20)
     assert (asked.first_blocks, asked.local_block_ids) == ((1,), ((1, 2, 3),))
 

@@ -92,7 +92,7 @@ def restarted_before(p: Engine, d: Engine) -> None:
 
 def silent(p: Engine, d: Engine) -> None:
     lease = opened(p, d)
-    peer = d.replica.directory.use(p.source(lease).place)
+    peer = d.replica.directory.use(p.source(lease).contact)
     assert peer is not None
     d.replica.directory._forget(peer, Failure(FailureKind.SOURCE_GONE, "said in any words"))
 

@@ -636,9 +636,9 @@ def test_an_engine_that_one_rank_has_lost_is_asked_again(engine: Any) -> None:
     source = p.source(p.offer())
     pull(d, source)
     run(p, d, until=settled(d))
-    assert d.replica.directory.use(source.place) is not None
+    assert d.replica.directory.use(source.contact) is not None
     d.ranks[1].disconnect("p", Failure(FailureKind.SOURCE_GONE, "lost"))
-    assert d.replica.directory.use(source.place) is None
+    assert d.replica.directory.use(source.contact) is None
     pull(d, p.source(p.offer("s", 1)), key="s")
     run(p, d, until=settled(d, "s"))
     assert d.pulls[-1].error == ""

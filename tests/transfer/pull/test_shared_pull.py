@@ -147,7 +147,7 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Reader]]:
 
 def shares(event: PullEvent) -> dict[str, int]:
     """Returns the number of pages from each source."""
-    return {share.place[1][0]: share.num_bytes // PAGE_BYTES for share in event.shares}
+    return {share.contact[1][0]: share.num_bytes // PAGE_BYTES for share in event.shares}
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [((1, 1), 1), ((2, 1), 1), ((1, 2), 2), ((4, 2), 1)])
@@ -231,7 +231,7 @@ def test_a_source_that_is_killed_leaves_its_pages_to_the_other(lender: Any, read
     event = d.end(pending)
     assert (event.error, event.stop) == ("", 0)
     assert sum(shares(event).values()) == ALL
-    found = {share.place[1]: share for share in event.shares}
+    found = {share.contact[1]: share for share in event.shares}
     assert bool(found["p/0"].error) == (phase != "before"), (
         "the import does not wait for the first contact with a dead source"
     )

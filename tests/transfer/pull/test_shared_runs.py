@@ -16,7 +16,7 @@ SIZE, BYTES = 16, 1 << 16
 
 
 def held(name: str, pages: int) -> SourcePages:
-    source: Any = SimpleNamespace(place=("tcp://there", name))
+    source: Any = SimpleNamespace(contact=("tcp://there", name))
     return SourcePages(source, [PageCopy(range(pages), range(pages), (0, pages * SIZE))], ())
 
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from kvcache import BlockTable, PagedKVCacheManager, TextContext
 from kvcache.errors import BlockTableMismatchError, PromptTooLongError
-from scheduler_adapters.service.places import recommended, reserve
+from scheduler_adapters.service.reserving import recommended, reserve
 from tests.kvcache.build import manager_of
 
 PROMPT = [*range(9)]
