@@ -124,7 +124,7 @@ class PagedKVCacheManager(Uncopied):
         pages = sizing.pages_per_replica(needs, sizes, available_cache_memory, every)
         check_endpoint(zmq_endpoint_base)
         sizing.warn_of_shortages(needs, sizes, pages)
-        self.longest_request = needs.longest_request(pages, self.max_seq_len)  # in tokens, alone and not leased
+        self.longest_request = needs.longest_request(pages, self.max_seq_len)  # in tokens, alone on its replica
         self._mark = CheckedUnderWay() if enable_runtime_checks else UnderWay()  # names the call that changes the state
         self._replicas = place_replicas(needs, sizes, devices_of, stream, pages, self._mark)
         self.fingerprint = self._replicas.fingerprint
@@ -424,11 +424,11 @@ class PagedKVCacheManager(Uncopied):
     def lease(self, request_id: RequestID, *, seal: Callable[[BlockTable], bytes] | None = None) -> PageLease:
         """Hold the pages of a claimed request until `end_lease`, including pages that it computes after this call.
 
-        While the request is claimed, the lease keeps pages that fall out of windows and chunks, if readers may know
-        them. So a leased prompt may need more pages than `longest_request` counts. When the request is released, for
-        whatever reason, its row becomes free, but its pages stay unchanged while any of its leases is open. The pages
-        also stay findable by their prefix. From now on, each `block_table` of the request also has the bytes that
-        `seal` returns for it.
+        The lease keeps every page that a `block_table` of the request names, even if the page falls out of a window. A
+        table with `full_pages` names no page of a window, so a prompt with such tables needs no more pages than without
+        a lease. When the request is released, for whatever reason, its row becomes free, but its pages stay unchanged
+        while any of its leases is open. The pages also stay findable by their prefix. From now on, each `block_table`
+        of the request also has the bytes that `seal` returns for it.
         """
         self._mark.check("lease")
         replica, replica_idx, row = self._claims.locate(request_id, "lease")

@@ -63,7 +63,7 @@ def export_table(
         raise InvalidRequestError(f"request {request_id!r}: its context has fewer than {num_tokens} tokens")
     groups = replica.tables.lists(row, num_tokens, first=first, windows=not full_pages)
     groups += replica.kept.named(row, num_tokens, full_pages=full_pages)
-    replica.leases.tell(row, num_tokens, windows=not full_pages)
+    replica.tables.tell(row, num_tokens, windows=not full_pages)
     return BlockTable(
         request_id=request_id,
         replica_idx=rows.replica_idx,

@@ -2,8 +2,11 @@
 
 While a request is claimed, its row holds its pages. When the request is released, for whatever reason, its open leases
 take over the pages. The pages are freed when the last of these leases ends. So a caller need not keep a request only
-because others still read its pages. A page may also leave the row earlier, because the row shares another page with the
-same content instead. At that moment, the leases take over the page.
+because others still read its pages.
+
+A page may also leave the row earlier, because it falls out of a window, or because the row shares another page with the
+same content instead. At that moment, the leases take over the page if a block table has named it. No reader knows any
+other page, so it is freed. A table of a prompt that still runs (`full_pages`) names no page of a window.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +18,11 @@ from kvcache.arguments import of_kind
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.pool.pages import HeldPages, PagePool
 from kvcache.replica.block_table import BlockTable
-from kvcache.replica.rows import NEVER, BlockRows, Ints, Pages, Rows, as_rows
+from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 from kvcache.types import RequestID
 from kvcache.uncopied import Uncopied
+
+Columns = tuple[int, int]  # a range of columns of a block table: the first, and the one after the last
 
 # makes the bytes by which readers recognise that a lease holds the pages of a block table
 Seal = Callable[[BlockTable], bytes]
@@ -26,7 +31,8 @@ Seal = Callable[[BlockTable], bytes]
 class PageLease(Uncopied):
     """Keeps the pages of one request for readers. Made by `PagedKVCacheManager.lease`, ended by `end_lease`.
 
-    A lease covers every page with computed tokens that the request has at any time between these two calls.
+    A lease covers every page that the request's block tables name between these two calls. When the request is
+    released, the lease also covers all other pages with computed tokens that the request has then.
 
         claim ─► step ─► lease ─► release ───────────────────► end_lease
         └─── the row holds the pages ───┘└─ the lease holds them ──┘ then they are idle or fresh
@@ -75,9 +81,9 @@ class PageLeases:
         self.of_row: dict[int, list[PageLease]] = {}
         # for each row, the number of tokens whose pages readers may know
         self.told = np.zeros(len(rows.request_ids), np.int64)
-        # For each row, the lowest token at which a reader may continue. Readers know the pages that a query at this
-        # token sees in tables with windows.
-        self.kept = np.full(len(rows.request_ids), NEVER, np.int64)
+        # For each row, how many tokens had been computed when its last exported table was made. Then, for each of the
+        # row's tables, the columns whose pages exported tables have named and no lease holds itself.
+        self.named: dict[int, tuple[int, list[list[Columns]]]] = {}
         self._pool = pool
         self._rows = rows
         # For each lease, the pages that the lease itself holds, in addition to the pages that its row still holds.
@@ -91,12 +97,15 @@ class PageLeases:
 
         In addition to token pages, the lease holds the pages in `besides`, such as the page of a recurrent state.
         """
+        computed = self._rows.cached.item(row)
+        # A reader may have a block table that was made before the lease. It is valid if the request has not run since.
+        if row not in self.of_row and self.named.get(row, (computed,))[0] != computed:
+            del self.named[row]
         self.of_row.setdefault(row, []).append(lease)
         self._held[lease] = []
         for held in besides:
             self._hold(lease, held)
-        # a reader may have a block table that was exported before the lease was made
-        self.tell(row, int(self._rows.cached[row]))
+        self.told[row] = max(computed, self.told.item(row))
 
     def grant_pages(self, lease: PageLease, pages: Pages, besides: Sequence[HeldPages] = ()) -> None:
         """Open a lease of published pages, no matter which request computed them.
@@ -108,16 +117,24 @@ class PageLeases:
         for held in (HeldPages(self._pool, pages), *besides):
             self._hold(lease, held)
 
-    def tell(self, row: int, tokens: int, *, windows: bool = True) -> None:
-        """Record that readers may know the page ids of the first `tokens` tokens of a leased row.
+    def tell(self, row: int, tokens: int, columns: Sequence[Columns]) -> None:
+        """Record that an exported table of the row's first `tokens` tokens names the pages in `columns` of each table.
 
-        The content of these pages must not change. With `windows`, readers may also know the pages that a query after
-        these tokens sees in tables with windows.
+        While the row is leased, the content of these pages does not change.
         """
-        if row in self.of_row:
-            self.told[row] = max(tokens, int(self.told[row]))
-            if windows and tokens:
-                self.kept[row] = min(tokens, int(self.kept[row]))
+        leased, computed = row in self.of_row, self._rows.cached.item(row)
+        before, named = self.named.get(row, (computed, []))
+        if not named or not (leased or before == computed):
+            named = [list[Columns]() for _ in columns]
+        self.named[row] = computed, [_union(*each) for each in zip(named, columns, strict=True)]
+        if leased:
+            self.told[row] = max(tokens, self.told.item(row))
+
+    def known(self, row: int, table: int) -> Sequence[Columns]:
+        """Returns the columns of a table whose pages readers may know and no lease holds itself yet, ascending."""
+        if row not in self.of_row or row not in self.named:
+            return ()
+        return self.named[row][1][table]
 
     def sealed(self, row: int, table: BlockTable) -> BlockTable:
         """Returns `table` with the seals of the row's leases (`BlockTable.seals`). A lease without `seal` adds none."""
@@ -142,28 +159,34 @@ class PageLeases:
             self._hold(lease, held)
         # This comes last: after an interrupt before this line, the repeated release repeats the lines above.
         del self.of_row[row]
-        self.told[row], self.kept[row] = 0, NEVER
+        self.told[row] = 0
 
     def last_read(self, row: int) -> int:
         """Returns the end of a leased row's columns that have computed or cached tokens; 0 if the row has no lease.
 
-        Column 0 is for the page of the first `page_size` tokens, column 1 for the next page, and so on. When a page in
-        one of these columns leaves the row, the row's leases take it over.
+        Column 0 is for the page of the first `page_size` tokens, column 1 for the next page, and so on. When the row is
+        released, its leases take over the pages in these columns.
         """
         if row not in self.of_row:
             return 0
         rows = self._rows
         return max(-(-max(int(rows.cached[row]), int(self.told[row])) // rows.page_size), int(rows.committed[row]))
 
-    def replace(self, row: int, first: int, pages: Pages) -> None:
+    def replace(self, row: int, table: int, first: int, pages: Pages) -> None:
         """Let the leases of the row take over `pages`, which are about to leave the row while its request goes on.
 
-        `first` is the column of the first of these pages. Pages without computed tokens are not taken over, because no
-        reader knows them.
+        `pages` are those of one table, from column `first` on. Pages that no exported table has named are not taken
+        over, because no reader knows them.
         """
-        seen = pages[: max(0, self.last_read(row) - first)].copy()
-        for lease in self.of_row.get(row, ()):
-            self._hold(lease, HeldPages(self._pool, seen))
+        left = list[Columns]()
+        for begin, end in (known := self.known(row, table)):
+            seen = pages[max(0, begin - first) : max(0, end - first)].copy()
+            for lease in self.of_row[row]:
+                self._hold(lease, HeldPages(self._pool, seen))
+            left += [(begin, min(end, first)), (max(begin, first + len(pages)), end)]
+        if known:
+            # Another page may come into these columns. It is unknown to readers until a table names it.
+            self.named[row][1][table] = [columns for columns in left if columns[0] < columns[1]]
 
     def end(self, lease: PageLease) -> None:
         """Release the pages that the lease holds. Safe to call twice."""
@@ -174,7 +197,7 @@ class PageLeases:
             leases.remove(lease)
             if not leases:
                 del self.of_row[row]
-                self.told[row], self.kept[row] = 0, NEVER
+                self.told[row] = 0
 
     def held(self) -> list[tuple[PageLease, list[Pages]]]:
         """Returns each open lease, and the token pages that the lease itself holds.
@@ -219,17 +242,16 @@ class PageLeases:
                 if lease in self._held:
                     self._held[lease].append(held)
             del self.of_row[row]
-        self.told[:], self.kept[:] = 0, NEVER
+        self.told[:] = 0
+        self.named.clear()
 
     def check(self) -> None:
         for row in self.told.nonzero()[0].tolist():
             if row not in self.of_row:
                 raise InvariantError(f"row {row} has no lease, but {self.told[row]} of its tokens count as leased")
-        for row in (self.kept < NEVER).nonzero()[0].tolist():
-            if row not in self.of_row:
-                raise InvariantError(
-                    f"row {row} has no lease, but is recorded with readers of windows at token {self.kept[row]}"
-                )
+        for row in self.named:
+            if self._rows.request_ids[row] is None:
+                raise InvariantError(f"row {row} has no request, but block tables of it are recorded")
         for row, leases in self.of_row.items():
             for lease in leases:
                 if lease.is_over or self._rows.request_ids[row] != lease.request_id:
@@ -241,6 +263,21 @@ class PageLeases:
         if held.pages.size:
             held.pool.hold(held.pages)
             self._held[lease].append(held)
+
+
+def _union(ranges: Sequence[Columns], new: Columns) -> list[Columns]:
+    """Returns the columns in any of `ranges` or in `new`, as ascending ranges with a gap between any two.
+
+    >>> _union([(0, 2), (6, 7)], (2, 4))
+    [(0, 4), (6, 7)]
+    """
+    found = list[Columns]()
+    for columns in sorted([*ranges, new] if new[0] < new[1] else ranges):
+        if found and columns[0] <= found[-1][1]:
+            found[-1] = (found[-1][0], max(columns[1], found[-1][1]))
+        else:
+            found.append(columns)
+    return found
 
 
 def granted_by(lease: PageLease, books: Sequence[PageLeases]) -> int:

@@ -453,6 +453,7 @@ class Replica:
             self.tier.leave(row, published, names, self.kept.ends)
         if row in self.leases.of_row:
             self.leases.leave(row, self.tables.pages(row, self.leases.last_read(row)))
+        self.leases.named.pop(row, None)
         self.rows.unbind(row)
         self.pool.release(pages)
         self.kept.release(request_id)

@@ -11,7 +11,7 @@ A request may resume after a page if each table has the pages that the next quer
 attention have pages for all known tokens. Tables with a window have pages up to the end of the chunk that runs, so a
 long prompt needs only the pages of a window and a chunk.
 
-If a request is leased, its leases take over those pages that fall out of a window and may be known to readers.
+If a request is leased, its leases take over those pages that fall out of a window and that a block table has named.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -228,8 +228,8 @@ class RowTables:
             parts = [kept.leaving(row, span, had) for kept, span in zip(self.groups, spans, strict=True)]
             leaves, mine = np.concatenate(parts), self.rows.table[:, row, :had].T
             gone = mine[leaves.T]
-            for kept, first, last in self._for_readers(row, spans):
-                leaves[kept.tables, first:last] = False
+            for table, first, last in self._for_readers(row, spans):
+                leaves[table, first:last] = False
             freed = mine[leaves.T]
         taken = sum(self.pool.would_be_taken(span.found[span.found != NO_PAGE]) for span in spans)
         cost = new + taken - self.pool.would_be_freed(freed)
@@ -267,8 +267,8 @@ class RowTables:
             of_first = plan.spans[0].found[0]
             for tell in pool.journal.found:
                 tell(of_first[of_first != NO_PAGE])
-        for kept, first, last in self._for_readers(row, plan.spans):
-            self._leave_to_readers(row, kept, first, last)
+        for table, first, last in self._for_readers(row, plan.spans):
+            self._leases.replace(row, table, first, rows.table[table, row, first:last])
         for kept, span in each:
             kept.take(row, span)
         for tell in pool.journal.left:
@@ -315,8 +315,10 @@ class RowTables:
             replaced = where[duplicate]
             of_rows, of_columns = np.divmod(replaced % state.table_size, state.width)
             if self._leases.of_row:
-                for at in zip(of_rows.tolist(), of_columns.tolist(), own[duplicate][:, None], strict=True):
-                    self._leases.replace(*at)
+                tables = replaced // state.table_size
+                places = zip(of_rows.tolist(), tables.tolist(), of_columns.tolist(), strict=True)
+                for place, pages in zip(places, own[duplicate][:, None], strict=True):
+                    self._leases.replace(*place, pages)
             self.pool.hold(kept[duplicate])
             state.entries[where] = kept
             state.changed[rows] = True
@@ -354,6 +356,14 @@ class RowTables:
         empty.
         """
         return tuple(chain.from_iterable(kept.named(row, tokens, first, windows=windows) for kept in self.groups))
+
+    def tell(self, row: int, tokens: int, *, windows: bool) -> None:
+        """Record that readers will know the pages of `lists`, so that leases keep them when they leave the row."""
+        end, columns = -(-tokens // self._page_size), list[tuple[int, int]]()
+        for kept in self.groups:
+            first = max(kept.firsts.item(row), kept.seen(tokens))
+            columns += [(first if windows or kept.group.keeps_all else end, end)] * kept.num_tables
+        self._leases.tell(row, tokens, columns)
 
     def needed(self, row: int, digests: Digests, ends: Sequence[int]) -> tuple[Ints, Pages]:
         """Returns the row's pages in published columns, and the cached pages needed to resume at the columns `ends`.
@@ -468,8 +478,7 @@ class RowTables:
             now = kept.group.first_seen(state.cached[rows]) // state.size
             now = np.maximum(before, np.minimum(now, published) if self._caching else now)
             for at in leased:
-                told, behind = self._told(kept, int(rows[at]))
-                self._leave_to_readers(int(rows[at]), kept, max(int(before[at]), told), min(int(now[at]), behind))
+                self._leave_to_readers(int(rows[at]), kept.tables, int(before[at]), int(now[at]))
             counts = now - before
             at = counts.nonzero()[0]
             if not at.size:
@@ -493,29 +502,23 @@ class RowTables:
                 tell(rows[-(turns // (width * self.count))], pages)
             self.pool.release_each(pages[turns.argsort()])
 
-    def _for_readers(self, row: int, spans: Sequence[ColumnSpan]) -> Iterator[tuple[KeptPages, int, int]]:
-        """Returns ranges of columns, `(group, first, last)`, whose pages the leases of a leased row take over.
+    def _for_readers(self, row: int, spans: Sequence[ColumnSpan]) -> Iterator[tuple[int, int, int]]:
+        """Returns ranges of columns, `(table, first, last)`, whose pages the leases of the row take over.
 
-        Each group has two ranges of columns. In the first range, readers may know the pages, and the pages fall out of
-        a window. In the second range, cached pages replace computed pages.
+        Exported tables have named these pages. They leave the row because they fall out of a window, or because cached
+        pages replace them.
         """
-        if row not in self._leases.of_row:
-            return
         for kept, span in zip(self.groups, spans, strict=True):
-            last = min(kept.ends.item(row), self._leases.last_read(row))
-            told, behind = self._told(kept, row)
-            yield kept, max(kept.firsts.item(row), told), min(span.first, last, behind)
-            yield kept, max(span.columns.start, told), min(span.found_end, last)
+            for table in range(kept.tables.start, kept.tables.stop):
+                for first, end in self._leases.known(row, table):
+                    begin = max(kept.firsts.item(row), first)
+                    yield table, begin, min(span.first, end)
+                    yield table, max(span.columns.start, begin), min(span.found_end, end)
 
-    def _told(self, kept: KeptPages, row: int) -> tuple[int, int]:
-        """Returns the columns, `(first, end)`, whose pages in a group may be known to readers of the leased `row`."""
-        behind = -(-int(self._leases.told[row]) // self._page_size)
-        return kept.seen(int(self._leases.kept[row])), behind
-
-    def _leave_to_readers(self, row: int, kept: KeptPages, first: int, last: int) -> None:
-        """Let the row's leases take over its pages in columns `first` to `last` (excluded)."""
-        for pages in kept.table[:, row, first:last]:
-            self._leases.replace(row, first, pages)
+    def _leave_to_readers(self, row: int, tables: slice, first: int, last: int) -> None:
+        """Let the row's leases take over the pages in columns `first` to `last` (excluded) that readers may know."""
+        for table in range(tables.start, tables.stop) if first < last else ():
+            self._leases.replace(row, table, first, self.rows.table[table, row, first:last])
 
     def _seen_pages(self, first: int, end: int, digests: Digests) -> tuple[Pages, ...]:
         """Returns the published pages that a query at the first token of column `end` sees, one array for each group.
@@ -563,7 +566,8 @@ class OneTable(RowTables):
         # Without found pages this is exact. Otherwise it is an upper bound, because a found page that another request
         # holds takes no free page. Nearly always it is small enough, and the exact number takes longer.
         if count and cost > pool.free_count - pool.beside:
-            kept = 0 if row is None else max(0, self._leases.last_read(row) - first)
+            known = () if row is None else self._leases.known(row, 0)  # a table of full attention has one range at most
+            kept = max(0, known[0][1] - first) if known else 0
             cost = new + pool.would_be_taken(found.pages[0]) - pool.would_be_freed(leaving[kept:])
         span = ColumnSpan(found.pages[0], 0, end, max(needed, have))
         return Reservation((span,), leaving, new, end, cost, start, active, cached, found.reached)
@@ -576,7 +580,7 @@ class OneTable(RowTables):
             pool.hold(found)
             if plan.leaving.size:
                 if self._leases.of_row:
-                    self._leases.replace(row, end - len(found), plan.leaving)
+                    self._leases.replace(row, 0, end - len(found), plan.leaving)
                 pool.release(plan.leaving)
             rows.table[0, row, end - len(found) : end] = found
             for tell in pool.journal.found:

@@ -29,6 +29,7 @@ SELDOM: dict[tuple[str, ...], dict[str, int]] = {
     (*COMMON, "leases", "lends"): {"hit": 20, "refused": 10, "evicted": 20, "moved back": 5, "kept": 5, "fits": 10},
     (*COMMON, "hints", "quotas", "window"): {"hint": 50, "evicted": 20, "slid": 20, "came back": 10, "chunk": 20},
     (*COMMON, "host", "chunk", "leases"): {"came from the host": 1, "told of a window": 1, "slid": 20},
+    (*COMMON, "window", "chunk", "leases"): {"not told of a window": 20, "kept for readers": 5},
     (*COMMON, "host", "replicas", "shards"): {"came from the host": 1, "rename refused": 5, "does not fit": 1},
     (*COMMON, "states apart", "drafts", "host"): {"state hit": 5, "states evicted": 10, "cut": 20, "set back": 5},
     (*COMMON, "states in slabs", "drafts", "window"): {"state hit": 1, "moved": 1, "no state": 1, "all right": 2},

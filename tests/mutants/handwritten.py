@@ -64,7 +64,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.leases",
         [
-            Mutation("PageLeases.replace", "self.last_read(row) - first", "len(pages)"),
+            Mutation("PageLeases.replace", "max(0, end - first)", "len(pages)"),
             Mutation("PageLeases.end", "leases.remove(lease)", "leases.pop()"),
         ],
     ),

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import KVCacheParams, LayerGroup, PagedKVCacheManager, StateShape
-from kvcache.errors import PromptTooLongError
+from kvcache import KVCacheParams, LayerGroup, PagedKVCacheManager, PageLease, StateShape
+from kvcache.errors import InvalidRequestError, PromptTooLongError, StatePageError
 from kvcache.sizing import estimated_memory_size
 from scheduler_adapters.loop import Request, ServingLoop
 from scheduler_adapters.overlapped import OverlappedLoop, RunBatch
@@ -77,7 +77,40 @@ def drawn_manager(draw: random.Random) -> PagedKVCacheManager:
     return PagedKVCacheManager(params, ROWS, draw.randint(100, 200), layers, ["cpu"], available_cache_memory=memory)
 
 
-def finish(loop: ServingLoop[Any], runner: Counted, requests: Sequence[Request]) -> None:
+class Readers:
+    """Leases a running request at drawn moments, and exports tables of its prompt for readers, as a hand-over does.
+
+    Before the first lease, it also exports tables that name the pages of windows. The request runs before it is leased,
+    so no reader may use these tables any more.
+    """
+
+    def __init__(self, manager: PagedKVCacheManager, draw: random.Random) -> None:
+        self.leases: list[PageLease] = []
+        self.grants = self.tables = 0
+        self._manager, self._draw, self._whole = manager, draw, False
+
+    def after_step(self, name: str) -> None:
+        if not self._manager.contains(name):
+            for lease in self.leases:
+                self._manager.end_lease(lease)
+            self.leases.clear()
+            return
+        if not self._whole and len(self.leases) < 3 and self._draw.random() < 0.2:
+            self.leases.append(self._manager.lease(name))
+            self.grants += 1
+        self._whole = not self.leases and self._draw.random() < 0.3
+        if self._whole or self.leases:
+            try:
+                self._manager.block_table(name, full_pages=not self._whole)
+            except (InvalidRequestError, StatePageError):
+                self._whole = False  # nothing has been computed yet, or a step is in flight
+            else:
+                self.tables += bool(self.leases)
+
+
+def finish(
+    loop: ServingLoop[Any], runner: Counted, requests: Sequence[Request], readers: Readers | None = None
+) -> None:
     """Runs the requests to their ends. Each of them must yield all its tokens, in steps within the budget."""
     for request in requests:
         loop.add(request)
@@ -89,6 +122,9 @@ def finish(loop: ServingLoop[Any], runner: Counted, requests: Sequence[Request])
         for output in loop.step():
             assert not output.error
             left[output.request_id] -= 1
+        if readers is not None:
+            for request in requests:
+                readers.after_step(request.request_id)
     assert not any(left.values()), f"{left} tokens are missing after {most} steps"
     for counts in runner.ran:
         decoding = counts.count(1)
@@ -112,12 +148,13 @@ def test_every_length_up_to_the_longest_finishes_and_the_next_one_is_refused(
     loop = (OverlappedLoop if overlaps else ServingLoop)(
         manager, runner, token_budget=draw.choice([1, 2, 3, 7, 16, 40])
     )
-    lengths = range(1, longest + 1)
+    lengths, readers = range(1, longest + 1), Readers(manager, draw)
     for length in {*draw.sample(lengths, min(6, longest)), *lengths[-2:]}:
         # the last new token needs no room
         new = 1 if draw.random() < 0.5 else draw.randint(1, length)
         prompt = [draw.choice([0, length])] * (length + 1 - new)
         finish(loop, runner, [Request("r", prompt, new)])
+        finish(loop, runner, [Request("r", [length, *prompt[1:]], new)], readers)
     for new in {1, max(1, longest // 2)}:
         with pytest.raises(PromptTooLongError, match=f"request 'r': .* has room for {longest} tokens"):
             loop.add(Request("r", [0] * (longest + 2 - new), new))

@@ -970,19 +970,22 @@ class Moves:
         ]
         may = [lease for lease in may if lease.one in self.running]
         # A request may find more cached tokens than it has computed. Its state is then ahead of its tokens until it
-        # runs, and no table can be made.
-        if self.manager.states:
+        # runs, and no table can be made, except a table for a prompt that still runs.
+        full_pages = self.choose.integer(0, 3) == 0
+        if self.manager.states and not full_pages:
             may = [lease for lease in may if lease.one and lease.one.context.start_idx == lease.one.cached]
         if not may:
             return False
         lease = self.choose.pick(may)
         one = lease.one
         assert one is not None
-        table = self.call("block_table", lambda: self.manager.block_table(one.name))
+        table = self.call("block_table", lambda: self.manager.block_table(one.name, full_pages=full_pages))
         columns = pages_of(table.num_tokens)
-        assert table.num_tokens == one.cached
+        assert table.num_tokens == one.cached - (one.cached % PAGE_SIZE if full_pages else 0)
         for number, (of, row) in enumerate(zip(self.replica(one).tables, one.rows, strict=True)):
             first = min(columns, max(one.first[number], of.seen(table.num_tokens)))
+            if full_pages and not of.group.keeps_all:
+                first = columns
             pages = [*table.groups[number]]
             assert pages == [row[column] for column in range(first, columns)], (
                 f"{one.name}: table {number} of the block table is wrong"
@@ -990,8 +993,11 @@ class Moves:
             tokens = table.num_tokens - first * PAGE_SIZE
             if pages:
                 lease.told.append((pages, tokens, self.bytes_of(lease, pages, tokens)))
-            self.seen["told of a window"] += first > 0
-        one.state_told = one.cached
+                one.known.update(pages)
+            self.seen["told of a window"] += 0 < first < columns
+            self.seen["not told of a window"] += full_pages and not of.group.keeps_all
+        if not full_pages:
+            one.state_told = one.cached
         return True
 
     def lend(self) -> bool:
@@ -1107,6 +1113,13 @@ class Moves:
             for page in part
         }
         assert self.manager.num_leased_blocks == len(leased)
+        of_request = {lease.ours: lease.one for lease in self.leases if lease.one in self.running}
+        for at in range(len(self.books.replicas)):
+            for ours, parts in seam.leased(self.manager, at):
+                if (one := of_request.get(ours)) is not None and not one.unsure:
+                    held = {page for part in parts for page in part}
+                    assert held <= one.known, f"{one.name}: its lease keeps pages that no reader knows"
+                    self.seen["kept for readers"] += bool(held)
         for name, one in self.live.items():
             assert self.manager.get_req_blocks(name) == [page for _, page in sorted(one.rows[0].items())]
             assert self.manager.get_replica(one.context) == one.replica

@@ -88,6 +88,7 @@ class Request:
     # The number of tokens before the state that a block table has given to readers. It is -1 if no block table has
     # given one.
     state_told: int = -1
+    known: set[int] = field(default_factory=set)  # The pages that block tables have named to readers of a lease.
     # The contents that are being loaded for the request from host memory.
     loads: list[Digest] = field(default_factory=list)
     # A call was interrupted after the request's claim, so the model does not know which pages are published.

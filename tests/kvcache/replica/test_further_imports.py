@@ -333,10 +333,11 @@ def goes_on_without_comparing(manager: PagedKVCacheManager, context: TextContext
         manager.step([context])
 
 
+@pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("groups", [(), (LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 30))])
-def test_pages_that_leases_keep_do_not_count_as_room_for_a_request(groups: Any) -> None:
+def test_pages_that_leases_keep_do_not_count_as_room_for_a_request(groups: Any, told: bool) -> None:
     """Another request has computed a full page of which this request has only the first tokens. If this request now
-    shares the full page, the page of its own row belongs to the lease and is not free.
+    shares the full page, the page of its own row belongs to the lease if a table has named it. Otherwise it is free.
     """
     manager = make(groups, pages=60)
     tables = len(manager.layer_tables.tables)
@@ -349,8 +350,11 @@ def test_pages_that_leases_keep_do_not_count_as_room_for_a_request(groups: Any) 
     context.update(NEXT)
     manager.step([context])
     lease = manager.lease("r")
+    if told:
+        manager.block_table("r")
     computed(manager, [*range(12)], "other")
-    columns_to_come = (manager.num_free_blocks - windows) // tables  # The window has no page for tokens 8 to 12.
+    free = manager.num_free_blocks + (0 if told else tables)
+    columns_to_come = (free - windows) // tables  # The window has no page for tokens 8 to 12.
     assert not manager.maybe_reserve(context, 1 + 4 * (columns_to_come + 1))
     assert manager.maybe_reserve(context, 1 + 4 * columns_to_come)
     manager.check()

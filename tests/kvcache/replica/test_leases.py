@@ -21,7 +21,7 @@ from kvcache.layer_groups import layer_tables
 from kvcache.pool.pages import PagePool
 from kvcache.replica.block_table import BlockTable
 from kvcache.replica.leases import PageLease, PageLeases, granted_by
-from kvcache.replica.rows import NEVER, AllRows, BlockRows
+from kvcache.replica.rows import AllRows, BlockRows
 from kvcache.under_way import Call
 from tests.kvcache.build import proven
 from tests.kvcache.random_model.interrupts import interrupted
@@ -483,7 +483,7 @@ def test_a_lease_takes_over_the_pages_computed_told_or_published_whichever_are_m
     books = Books()
     books.claim(1, cached)
     lease, pages = books.lease(1), books.pool.allocate(5)
-    books.leases.tell(1, told)
+    books.leases.tell(1, told, [(0, -(-told // 4))])
     books.rows.committed[1] = committed
     assert books.leases.last_read(1) == passed
     books.leases.leave(1, pages[:passed])
@@ -497,34 +497,69 @@ def test_a_lease_takes_over_the_pages_computed_told_or_published_whichever_are_m
 
 
 @pytest.mark.parametrize(
-    ("cached", "told", "kept"), [(5, 0, 0), (9, 0, 1), (0, 9, 1), (9, 17, 3), (32, 0, 3), (0, 0, 0)]
+    ("named", "kept"),
+    [
+        ([], []),
+        ([(0, 2)], []),
+        ([(0, 3)], [0]),
+        ([(0, 9)], [0, 1, 2, 3]),
+        ([(3, 5)], [1, 2]),
+        ([(0, 3), (5, 8)], [0, 3]),
+        ([(5, 8), (0, 3), (4, 5)], [0, 2, 3]),
+        ([(3, 3), (6, 7)], []),
+    ],
 )
-def test_leases_keep_the_computed_or_told_pages_that_leave_their_row(cached: int, told: int, kept: int) -> None:
-    """From its third page on, the row gets other pages in place of its own pages. The lease must keep the pages that
-    were computed or that readers know.
-    """
+def test_leases_keep_the_pages_that_leave_their_row_if_a_table_has_named_them(named: Any, kept: list[int]) -> None:
+    """From its third page on, the row gets other pages in place of four of its own. No lease knows the new ones."""
     books = Books()
     books.claim(0, 64)
-    books.claim(1)
-    lease, pages = books.lease(1), books.pool.allocate(3)
-    books.leases.tell(1, told)
-    books.rows.cached[1] = cached
-    books.leases.replace(1, 2, pages)
-    assert books.held_by(lease) == pages[:kept].tolist()
-    books.leases.replace(0, 0, pages)  # This row has no lease.
-    assert books.held_by(lease) == pages[:kept].tolist()
+    books.claim(1, 64)
+    lease, pages = books.lease(1), books.pool.allocate(4)
+    for row in range(2):
+        for columns in named:
+            books.leases.tell(row, 64, [(0, 0), columns])
+    books.leases.replace(1, 0, 2, pages)
+    assert not books.held_by(lease), "no page of the first table was named"
+    for new in (pages, books.pool.allocate(4)):
+        books.leases.replace(1, 1, 2, new)
+        assert books.held_by(lease) == pages[kept].tolist()
+    books.leases.replace(0, 1, 0, pages)  # This row has no lease.
+    assert books.held_by(lease) == pages[kept].tolist()
+    left = books.pool.allocate(12)
+    books.leases.replace(1, 1, 0, left)
+    every = {column for first, end in named for column in range(first, end)}
+    assert books.held_by(lease) == [*pages[kept].tolist(), *(left[at] for at in sorted(every - {2, 3, 4, 5}))]
 
 
-def test_the_tokens_told_to_readers_only_grow_and_the_window_pages_they_see_only_shrink() -> None:
+def test_a_table_made_before_the_lease_is_kept_if_the_request_has_not_run_since() -> None:
+    for ran, leased in ((False, False), (True, False), (True, True)):
+        books = Books()
+        books.claim(1, 8)
+        before = [books.lease(1)] if leased else []
+        books.leases.tell(1, 8, [(0, 1)])
+        books.leases.tell(1, 8, [(1, 2)])
+        if ran:
+            books.rows.cached[1] = 9
+        lease = books.lease(1)
+        assert [*books.leases.known(1, 0)] == ([(0, 2)] if leased or not ran else [])
+        if ran:
+            books.leases.tell(1, 9, [(2, 3)])
+        pages = books.pool.allocate(3)
+        books.leases.replace(1, 0, 0, pages)
+        for each in (*before, lease):
+            assert books.held_by(each) == (pages if leased else pages[2:] if ran else pages[:2]).tolist()
+
+
+def test_the_tokens_told_to_readers_only_grow() -> None:
     books = Books()
     books.claim(1, 6)
-    books.leases.tell(1, 6)  # The row has no lease, so it has no readers to inform.
-    assert (books.leases.told.tolist(), books.leases.kept[1]) == ([0] * 4, NEVER)
+    books.leases.tell(1, 6, [(0, 2)])  # The row has no lease, so it has no readers to inform.
+    assert books.leases.told.tolist() == [0] * 4
     books.lease(1)
-    assert (books.leases.told[1], books.leases.kept[1]) == (6, 6)
-    for tokens, windows in ((12, True), (4, True), (9, True), (3, False), (16, False), (0, True)):
-        books.leases.tell(1, tokens, windows=windows)
-    assert (books.leases.told[1], books.leases.kept[1]) == (16, 4)
+    assert books.leases.told[1] == 6
+    for tokens in (12, 4, 9, 3, 16, 0):
+        books.leases.tell(1, tokens, [(0, 0)])
+    assert books.leases.told[1] == 16
     with pytest.raises(
         InvalidRequestError, match="request 'r1': would recompute from token 15, .* its first 16 tokens"
     ):
@@ -541,7 +576,7 @@ def test_after_an_interrupt_leases_take_over_the_pages_of_their_rows_even_if_tha
             books.claim(row, 4)
         kept, half_made = books.lease(0), books.lease(1)
         del books.leases._held[half_made]  # `lease` was interrupted between its two records
-        books.leases.tell(0, 8)
+        books.leases.tell(0, 8, [(0, 2)])
         pages = books.pool.allocate(3)
         free = books.pool.free_count
         call = partial(books.leases.leave_all, lambda row, pages=pages: pages[: 2 - row])
@@ -549,7 +584,7 @@ def test_after_an_interrupt_leases_take_over_the_pages_of_their_rows_even_if_tha
         call()
         books.leases.check()
         assert not books.leases.of_row
-        assert (books.leases.told.any(), {*books.leases.kept.tolist()}) == (False, {NEVER})
+        assert (books.leases.told.any(), books.leases.named) == (False, {})
         assert [lease.is_over for lease in (kept, half_made)] == [False, True]
         assert {*books.held_by(kept)} == {*pages[:2].tolist()}
         books.pool.rebuild(books.leases.holders(), np.zeros(books.pool.num_pages + 1, np.int64))
@@ -569,7 +604,7 @@ def test_a_request_is_leased_until_the_last_of_its_leases_has_ended() -> None:
     assert (first.is_over, second.is_over, books.leases.told[1]) == (True, False, 8)
     books.leases.check()
     books.leases.end(second)
-    assert (books.leases.of_row, books.leases.told[1], books.leases.kept[1]) == ({}, 0, NEVER)
+    assert (books.leases.of_row, books.leases.told[1]) == ({}, 0)
     books.leases.check()
 
 
@@ -595,10 +630,7 @@ def test_a_table_is_sealed_by_each_lease_with_a_seal() -> None:
             "is recorded with row 2 of request None",
         ),
         (lambda books: books.leases.told.__setitem__(0, 4), "row 0 has no lease, but 4 of its tokens count as leased"),
-        (
-            lambda books: books.leases.kept.__setitem__(3, 9),
-            "row 3 has no lease, but is recorded with readers of windows",
-        ),
+        (lambda books: books.leases.named.update({3: (8, [])}), "row 3 has no request, but block tables of it are"),
         (lambda books: books.rows.request_ids.__setitem__(1, "other"), "is recorded with row 1 of request 'other'"),
         (lambda books: books.leases._held.clear(), "is recorded with row 1 of request 'r1'"),
     ],
