@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from kvcache import ImportProof, KVCacheParams, PagedKVCacheManager, PendingImport, TextContext
@@ -80,6 +81,15 @@ def run_once(manager: PagedKVCacheManager, tokens: Sequence[int], replica: int |
         context.update(1)
         manager.step([context])
     return found
+
+
+def as_long_as(condition: Callable[[], bool], most: int = 2000) -> Iterator[int]:
+    """Yields while `condition` holds. Fails after `most` rounds, so that no fault leaves a test to its time limit."""
+    for at in range(most):
+        if not condition():
+            return
+        yield at
+    pytest.fail(f"a loop that should end does not end within {most} rounds")
 
 
 def evict_idle(manager: PagedKVCacheManager) -> None:

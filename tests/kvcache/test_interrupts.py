@@ -22,7 +22,7 @@ from kvcache import (
 from kvcache.params import HashAlgorithm, StateShape
 from kvcache.pool.index import NO_PAGE
 from kvcache.replica.hashing import PrefixHasher, next_digests
-from tests.kvcache.build import manager_of
+from tests.kvcache.build import as_long_as, manager_of
 from tests.kvcache.random_model.interrupts import interrupted
 from tests.kvcache.random_model.moves import OwnContext
 
@@ -318,7 +318,7 @@ def test_recover_counts_the_idle_states_of_a_tenant_anew() -> None:
     manager = PagedKVCacheManager(params, 4, 60, 1, ["cpu"], available_cache_memory=1 << 16)
     context = TextContext([1] * 9, 60, "r", cache_salt="tenant")
     manager.external_claim("r")
-    while context.end_idx == 9:
+    for _ in as_long_as(lambda: context.end_idx == 9):
         assert manager.maybe_reserve(context)
         manager.fetch([context])
         pages = manager.states[0].pages_at(["r"], [context.start_idx])

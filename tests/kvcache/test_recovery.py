@@ -30,7 +30,7 @@ from kvcache.replica.replica import Replica
 from kvcache.replicas import Replicas
 from kvcache.steps_in_flight import StepsInFlight
 from kvcache.under_way import Call
-from tests.kvcache.build import manager_of, proven
+from tests.kvcache.build import as_long_as, manager_of, proven
 from tests.kvcache.contents_oracle import KINDS
 from tests.kvcache.events.mirror import Mirror
 from tests.kvcache.kv import KVTokens
@@ -105,7 +105,7 @@ class Scene:
 
     def go_on(self, context: TextContext) -> TextContext:
         length = context.end_idx
-        while context.end_idx == length:
+        for _ in as_long_as(lambda: context.end_idx == length):
             assert self.manager.maybe_reserve(context)
             self.run(context)
         return context
@@ -163,7 +163,7 @@ def step(scene: Scene) -> Callable[[], object]:
     if scene.manager.states:  # otherwise the lease forbids overwriting the state
         scene.manager.end_lease(scene.leases.pop())
         scene.told.pop()
-    while scene.running.end_idx % PAGE:  # the next step fills a page
+    for _ in as_long_as(lambda: scene.running.end_idx % PAGE > 0):  # the next step fills a page
         scene.go_on(scene.running)
     assert scene.manager.maybe_reserve(scene.running)
     scene.kv.run_contexts([scene.running], scene.manager.fetch([scene.running]))
@@ -326,7 +326,7 @@ def source_of(world: str) -> PagedKVCacheManager:
     source = manager_of(PAGES, page_size=PAGE, layers=2, dtype=torch.int64, checks=False, params=params)
     context = TextContext([*COMING], 64, "source")
     source.external_claim("source", 0)
-    while context.end_idx == len(COMING):
+    for _ in as_long_as(lambda: context.end_idx == len(COMING)):
         assert source.maybe_reserve(context)
         KVTokens(source).run_contexts([context], source.fetch([context]))
         for states in source.states:

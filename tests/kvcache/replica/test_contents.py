@@ -17,7 +17,7 @@ import pytest
 from kvcache import BlockTableMismatchError, InterruptedCallError, InvalidRequestError, LayerGroup, TextContext
 from kvcache.tiers import file_tier, host_tier
 from kvcache.tiers.page_files import SystemIO
-from tests.kvcache.build import manager_of
+from tests.kvcache.build import as_long_as, manager_of
 from tests.kvcache.served import SIZE, Served
 
 PROMPT = range(33)  # eight full pages of 4 tokens, and one more token
@@ -198,7 +198,7 @@ def test_each_page_that_is_loaded_belongs_to_its_table(served: Any) -> None:
     for _ in range(3):
         it.fill(12)
     assert cached(it) == 0
-    while it.manager.contents.bring("theirs", 0, wanted(it), 100):
+    for _ in as_long_as(lambda: it.manager.contents.bring("theirs", 0, wanted(it), 100)):
         it.manager.check()
     lease, table = it.manager.contents.lease("theirs", 0, wanted(it), 100)
     index = it.manager._replicas.each[0].pool.index
@@ -261,10 +261,8 @@ def test_few_pages_are_loaded_at_a_time(served: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(host_tier, "_BROUGHT_BYTES", 3 * 2 * SIZE * 2 * 8)  # three pages
     it = served()
     evicted(it)
-    counts = []
-    while it.manager.contents.bring("theirs", 0, wanted(it), 100):
-        counts.append(it.manager.metrics.h2d_blocks_copied)
-    assert counts == [3, 6, 8]
+    rounds = as_long_as(lambda: it.manager.contents.bring("theirs", 0, wanted(it), 100))
+    assert [it.manager.metrics.h2d_blocks_copied for _ in rounds] == [3, 6, 8]
     assert brought(it) == PAGES
 
 

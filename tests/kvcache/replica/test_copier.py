@@ -11,6 +11,7 @@ import pytest
 from kvcache import InterruptedCallError, InvalidRequestError, InvariantError, LayerGroup
 from kvcache.replica.block_table import PendingImport
 from kvcache.under_way import Call
+from tests.kvcache.build import proven
 from tests.kvcache.replica.test_imports import beginning, prefilled, receiver
 
 TWO_TABLES: dict[str, Any] = {
@@ -79,6 +80,9 @@ def test_an_import_has_one_copier_which_proves_nothing_before_it_has_taken_all_p
         copier.prove()
     with pytest.raises(InvalidRequestError, match="'d': the copier of this import was already handed out"):
         target.copier(pending)
+    other = proven(target, target.import_block_table(receiver(target, name="other"), table))
+    with pytest.raises(InvalidRequestError, match="'d': commit_import with the proof of another import"):
+        target.commit_import(context, pending, other)
     copier.take()
     proof = copier.prove(8)
     with pytest.raises(InvalidRequestError, match="'d': the copier of its pages has ended"):
@@ -164,10 +168,14 @@ def test_the_pages_of_a_cancelled_import_are_free_once_its_copier_has_ended(make
     context = receiver(target)
     pending = target.import_block_table(context, table)
     copier = target.copier(pending)
-    copier.take()
-    end = copier.give_up if ends == "gives up" else copier.prove
+    end = copier.give_up
+    if ends == "proves":
+        copier.take()
+        end = copier.prove
     if when == "before the cancel":
         end()
+        with pytest.raises(InvalidRequestError, match="no pages left to copy"):
+            copier.take()
         assert target._replicas.each[0].imports.written_besides == []
         target.cancel_import(pending)
     else:

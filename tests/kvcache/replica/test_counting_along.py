@@ -24,6 +24,7 @@ from kvcache import (
     TextContext,
 )
 from kvcache.params import StateShape
+from tests.kvcache.build import as_long_as
 from tests.kvcache.random_model.moves import OwnContext
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -41,7 +42,7 @@ def decoding(manager: PagedKVCacheManager, lengths: Sequence[int], first: str = 
     contexts = [TextContext(np.arange(n) + 100 * at, 200, chr(ord(first) + at)) for at, n in enumerate(lengths)]
     for context in contexts:
         manager.external_claim(context.request_id, 0)
-    while not all(counts(manager, context) for context in contexts):
+    for _ in as_long_as(lambda: not all(counts(manager, context) for context in contexts)):
         one_step(manager, contexts)
     return contexts
 

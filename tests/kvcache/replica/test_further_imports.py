@@ -20,7 +20,7 @@ from kvcache import (
     TextContext,
 )
 from kvcache.replica import imports
-from tests.kvcache.build import manager_of
+from tests.kvcache.build import as_long_as, manager_of
 from tests.kvcache.kv import KVTokens, goes_on
 from tests.kvcache.random_model.matrix import layouts
 from tests.kvcache.replica.test_further_tables import columns, gone
@@ -43,7 +43,7 @@ def computed(manager: PagedKVCacheManager, tokens: list[int], name: str = "p", c
     """
     context = TextContext(tokens, 256, name)
     manager.external_claim(name, 0)
-    while context.start_idx < len(tokens):
+    for _ in as_long_as(lambda: context.start_idx < len(tokens)):
         active = min(context.end_idx, context.start_idx + (chunk or len(tokens)))
         context.set_token_indices(active_idx=active)
         assert manager.maybe_reserve(context)
@@ -276,7 +276,7 @@ def test_windows_give_back_while_a_prompt_is_leased_and_stay_once_readers_know()
     context = TextContext(PROMPT, 256, "p")
     manager.external_claim("p", 0)
     lease = manager.lease("p")
-    while context.start_idx < len(PROMPT):
+    for _ in as_long_as(lambda: context.start_idx < len(PROMPT)):
         context.set_token_indices(active_idx=min(context.end_idx, context.start_idx + 8))
         assert manager.maybe_reserve(context)
         manager.fetch([context])

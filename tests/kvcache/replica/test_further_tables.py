@@ -19,7 +19,7 @@ from kvcache import (
     PromptTooLongError,
     TextContext,
 )
-from tests.kvcache.build import manager_of
+from tests.kvcache.build import as_long_as, manager_of
 
 SIZE = 4
 # A window of 6 tokens takes 2 pages in addition to the pages that are written.
@@ -109,7 +109,7 @@ def test_a_prompt_in_chunks_takes_a_window_and_a_chunk() -> None:
         manager.fetch([context])
     context.set_token_indices(active_idx=8)
     seen = 0
-    while context.start_idx < 59:
+    for _ in as_long_as(lambda: context.start_idx < 59):
         run(manager, context)
         context.set_token_indices(active_idx=min(context.end_idx, context.start_idx + 8))
         assert manager.maybe_reserve(context)
@@ -228,7 +228,7 @@ def test_a_fork_gets_pages_in_each_table_for_several_steps() -> None:
 def test_pages_needed_to_resume_are_those_of_the_window_before_each_end() -> None:
     manager = make()
     context = start(manager, range(44), "r", 8)
-    while context.end_idx == 44:
+    for _ in as_long_as(lambda: context.end_idx == 44):
         run(manager, context)
         context.set_token_indices(active_idx=min(context.end_idx, context.start_idx + 8))
         assert manager.maybe_reserve(context)

@@ -18,7 +18,7 @@ from kvcache import (
     TextContext,
 )
 from kvcache.replica.copier import ImportBook
-from tests.kvcache.build import proven
+from tests.kvcache.build import as_long_as, proven
 from tests.kvcache.events.mirror import Mirror
 from tests.kvcache.served import SIZE, Served
 
@@ -76,7 +76,7 @@ def brought(it: Served, source: Served, context: TextContext, table: BlockTable)
 def rest(it: Served, context: TextContext, chunk: int = 4) -> list[int]:
     """Runs the rest of a prompt. Returns the start of each chunk."""
     starts, length = list[int](), context.end_idx
-    while context.end_idx == length:
+    for _ in as_long_as(lambda: context.end_idx == length):
         assert it.manager.maybe_reserve(context)
         starts.append(context.start_idx)
         context.set_token_indices(active_idx=min(length, context.start_idx + chunk))

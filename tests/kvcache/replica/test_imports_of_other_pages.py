@@ -15,7 +15,7 @@ import torch
 
 from kvcache import BlockTable, BlockTableMismatchError, LayerGroup, PagedKVCacheManager, PendingImport, TextContext
 from kvcache.replica.copier import ImportCopier
-from tests.kvcache.build import manager_of
+from tests.kvcache.build import as_long_as, manager_of
 from tests.kvcache.kv import KVTokens, goes_on
 
 WINDOW = 7
@@ -39,7 +39,7 @@ def chunks(manager: PagedKVCacheManager, context: TextContext, chunk: int) -> It
     last one.
     """
     length = context.end_idx
-    while context.start_idx < length:
+    for _ in as_long_as(lambda: context.start_idx < length):
         context.set_token_indices(active_idx=min(length, context.start_idx + chunk))
         assert manager.maybe_reserve(context)
         KVTokens(manager).run_contexts([context], manager.fetch([context]))

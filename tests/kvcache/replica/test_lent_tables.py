@@ -8,6 +8,7 @@ import time
 import pytest
 
 from kvcache import BlockTableMismatchError, PageDigests, TextContext
+from tests.kvcache.build import as_long_as
 from tests.kvcache.replica.tables_below import PROMPT, TWO, Make, fill, lost
 from tests.kvcache.served import SIZE, Served
 
@@ -68,7 +69,7 @@ def test_half_of_the_free_pages_stay_free_for_the_manager_s_own_requests(served:
     it = served(22)
     it.serve(PROMPT, chunk=8)
     fill(it, 22)
-    while it.manager.contents.bring("theirs", 0, wanted(it), 100):
+    for _ in as_long_as(lambda: it.manager.contents.bring("theirs", 0, wanted(it), 100)):
         it.manager.check()
     assert it.manager.metrics.h2d_blocks_copied == 11
 

@@ -14,6 +14,7 @@ from kvcache.params import StateShape
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.states.state_memory import kind_offsets, state_layouts
 from kvcache.tiers.tiers import Tiers
+from tests.kvcache.build import as_long_as
 from tests.kvcache.kv import KVTokens, Run, kv_of
 from tests.kvcache.served import SIZE, Served
 
@@ -108,7 +109,7 @@ class ServedStates(Served):
         """
         context = self.claim(tokens, salt, replica, keys)
         cached, length = -1, context.end_idx
-        while context.end_idx < length + new:
+        for _ in as_long_as(lambda: context.end_idx < length + new):
             context.set_token_indices(active_idx=min(context.end_idx, context.start_idx + chunk))
             assert self.manager.maybe_reserve(context)
             cached = context.start_idx if cached < 0 else cached

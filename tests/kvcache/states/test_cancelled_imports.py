@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcache import InvalidRequestError, LayerGroup, NotReservedError, PagedKVCacheManager, PendingImport, TextContext
-from tests.kvcache.build import manager_of
+from tests.kvcache.build import as_long_as, manager_of
 from tests.kvcache.replica.test_further_tables import gone
 from tests.kvcache.states.test_grouped_states import NEXT, PROMPT, SHAPE, SIZE, run, served, start, without_state_at
 
@@ -110,7 +110,7 @@ def test_after_a_cancelled_import_cached_pages_after_the_last_state_are_not_over
         target.fetch([context])
     with pytest.raises(NotReservedError, match="reserve_batch would write to pages of its cancelled import"):
         target.reserve_batch([context])
-    while context.start_idx < 45:
+    for _ in as_long_as(lambda: context.start_idx < 45):
         assert target.maybe_reserve(context)
         compute(target, context)
 
@@ -122,7 +122,7 @@ def test_after_a_cancelled_import_cached_pages_after_a_lost_window_are_not_overw
     target, context, pending = shared_import(groups)
     assert pending.tokens == (40, 40)
     target.cancel_import(pending)
-    while context.start_idx < 45:
+    for _ in as_long_as(lambda: context.start_idx < 45):
         assert target.maybe_reserve(context)
         compute(target, context)
 

@@ -21,7 +21,7 @@ from kvcache import (
 from kvcache.errors import NoFreeStatePageError
 from kvcache.params import StateShape
 from tests.kvcache.books import books_of, first_difference
-from tests.kvcache.build import manager_of, proven, state_pages
+from tests.kvcache.build import as_long_as, manager_of, proven, state_pages
 from tests.kvcache.kv import KVTokens, kv_of
 from tests.kvcache.replica.test_further_tables import gone
 
@@ -78,7 +78,7 @@ def served(manager: PagedKVCacheManager, tokens: list[int], name: str = "r", *, 
     """Runs a request. Returns the token from which it resumed, and the token at which each of its chunks ended."""
     context = start(manager, tokens, name)
     ends = [context.start_idx]
-    while context.start_idx < len(tokens):
+    for _ in as_long_as(lambda: context.start_idx < len(tokens)):
         assert manager.maybe_reserve(context)
         run(manager, context)
         ends.append(context.start_idx)
@@ -229,7 +229,7 @@ def in_each_slab(manager: PagedKVCacheManager) -> TextContext:
     context, other = TextContext(PROMPT[:20], 256, "r"), TextContext([1] * 20, 256, "other")
     for one in (context, other):
         manager.external_claim(one.request_id, 0)
-    while context.start_idx < 50:
+    for _ in as_long_as(lambda: context.start_idx < 50):
         for one in (context, other):
             assert manager.maybe_reserve(one)
             run(manager, one)

@@ -15,6 +15,7 @@ from kvcache import KVCacheParams, PagedKVCacheManager, RangeRetention, Retentio
 from kvcache.params import StateShape
 from kvcache.policies.hinted_order import HintedOrder
 from kvcache.states.state_memory import page_bytes, state_layouts
+from tests.kvcache.build import as_long_as
 from tests.kvcache.policies.hinted_idle import trust
 from tests.kvcache.policies.test_hints import evidence, recover
 from tests.kvcache.random_model.matrix import SHAPES
@@ -63,7 +64,7 @@ def serve(
     with manager.claim(context):
         assert manager.maybe_reserve(context)
         found = context.start_idx
-        while context.end_idx <= len(tokens) + more:
+        for _ in as_long_as(lambda: context.end_idx <= len(tokens) + more):
             assert manager.maybe_reserve(context)
             run(manager, [context])
     manager.check()
@@ -177,7 +178,7 @@ def test_a_state_copy_does_not_inherit_the_hint_of_the_copy_that_it_replaces(*, 
     assert isinstance(order, HintedOrder)
     parent = TextContext(prompt(1, 1)[:3], 99)
     manager.external_claim(parent.request_id)
-    while parent.end_idx < 5:
+    for _ in as_long_as(lambda: parent.end_idx < 5):
         assert manager.maybe_reserve(parent)
         run(manager, [parent])
     child = parent.fork()
@@ -186,7 +187,7 @@ def test_a_state_copy_does_not_inherit_the_hint_of_the_copy_that_it_replaces(*, 
     manager.release(child.request_id)
     (copy,) = manager.states[0].pool.index.published.nonzero()[0].tolist()
     assert order.codes[copy] == 4
-    while parent.end_idx < 13:
+    for _ in as_long_as(lambda: parent.end_idx < 13):
         assert manager.maybe_reserve(parent)
         run(manager, [parent])
     assert not order.codes[manager.states[0].pool.index.published.nonzero()[0]].tolist().count(4)
@@ -313,7 +314,7 @@ def test_in_one_memory_a_state_copy_counts_towards_the_quota_as_the_pages_of_its
     quotas = manager._replicas.each[0].hints._quotas  # pyright: ignore[reportAttributeAccessIssue]
     assert quotas is not None
     mine, more = quotas._ids["small"], 200
-    while quotas._surplus(mine) > 0:
+    for _ in as_long_as(lambda: quotas._surplus(mine) > 0):
         serve(manager, prompt(more := more + 1))
     assert more < 230
     most = 13 // (2 + manager.slab_pages)

@@ -16,7 +16,7 @@ from kvcache.pool.slabs import SlabPool
 from kvcache.states.state_memory import room_in_slabs
 from kvcache.states.state_pages import StatePages
 from kvcache.under_way import UnderWay
-from tests.kvcache.build import states_of
+from tests.kvcache.build import as_long_as, states_of
 
 SHAPE = StateShape(1, 16, 1, 1, 1, 2, torch.uint8, torch.uint8, "short_conv")
 NAMES = ["a", "b", "c"]
@@ -94,7 +94,7 @@ def gone(states: StatePages) -> None:
 
 
 def evicted(states: StatePages) -> None:
-    while states.num_kept == 3:
+    for _ in as_long_as(lambda: states.num_kept == 3):
         states.allocate(f"other {states.num_held}")
 
 

@@ -13,7 +13,7 @@ from kvcache.errors import StatePageError
 from kvcache.replica.batch import Gathered
 from kvcache.replica.row_states import step_drafted
 from kvcache.states.state_pages import StatePages
-from tests.kvcache.build import manager_of
+from tests.kvcache.build import as_long_as, manager_of
 from tests.kvcache.states.served_states import SHAPE
 
 
@@ -22,7 +22,7 @@ def drafted() -> tuple[PagedKVCacheManager, StatePages, TextContext]:
     manager = manager_of(100, page_size=4, dtype=torch.int64, params={"states": SHAPE, "state_copies": 4})
     states, context = manager.states[0], TextContext(range(6), 64, "r")
     manager.external_claim("r", 0)
-    while context.end_idx == 6:
+    for _ in as_long_as(lambda: context.end_idx == 6):
         assert manager.maybe_reserve(context)
         manager.fetch([context])
         pages = states.pages_at(["r"], [context.start_idx])

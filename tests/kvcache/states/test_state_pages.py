@@ -305,6 +305,20 @@ def test_a_request_that_resumes_forgets_the_state_of_its_drafted_tokens() -> Non
     states.check(["a", "b"])
 
 
+@pytest.mark.parametrize("end", ["released", "imported"])
+def test_a_request_that_ends_or_gets_another_state_gives_back_the_page_of_its_drafted_state(end: str) -> None:
+    states = states_of(SHAPE, 2)
+    page = states.allocate("a")
+    assert states.draft("a")
+    assert states.num_held == 2
+    if end == "released":
+        states.release("a")
+    else:
+        assert states.begin_import("a") == page
+    assert (states.drafted, states.num_held) == ({}, end == "imported")
+    states.check([] if end == "released" else ["a"], [] if end == "released" else [page])
+
+
 def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
     states = states_of(SHAPE, 3)
     states.advance(torch.tensor([states.allocate("a")]), [8])

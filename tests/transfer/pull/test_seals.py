@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from kvcache import BlockTable, KVCacheError, LayerGroup, PagedKVCacheManager, TextContext
 from kvcache.params import StateShape
-from tests.kvcache.build import manager_of
+from tests.kvcache.build import as_long_as, manager_of
 from tests.kvcache.kv import KVTokens, kv_of
 from tests.transfer.pull.test_ownership import Reader, Side
 from transfer.pull.asking import Lent
@@ -66,7 +66,7 @@ def run(manager: PagedKVCacheManager, context: TextContext) -> None:
 def computed(manager: PagedKVCacheManager, name: str, prompt: list[int]) -> TextContext:
     context = TextContext(prompt, 256, name)
     manager.external_claim(name)
-    while context.start_idx < len(prompt):
+    for _ in as_long_as(lambda: context.start_idx < len(prompt)):
         context.set_token_indices(active_idx=min(len(prompt), context.start_idx + 3 * SIZE))
         assert manager.maybe_reserve(context)
         run(manager, context)
