@@ -12,7 +12,7 @@ from kvcache import InterruptedCallError, InvalidRequestError, InvariantError, L
 from kvcache.replica.block_table import PendingImport
 from kvcache.under_way import Call
 from tests.kvcache.build import proven
-from tests.kvcache.replica.test_imports import beginning, prefilled, receiver
+from tests.kvcache.replica.test_imports import PROMPT, beginning, prefilled, receiver
 
 TWO_TABLES: dict[str, Any] = {
     "layers": 2,
@@ -191,6 +191,22 @@ def test_the_pages_of_a_cancelled_import_are_free_once_its_copier_has_ended(make
     target.release("d") if when == "before the cancel" else None
     assert target.num_free_blocks == 16
     assert not target._replicas.each[0].imports.copiers
+
+
+def test_a_copier_that_ends_after_an_import_without_copies_was_committed_frees_nothing(make: Any) -> None:
+    _, table = prefilled(make, PROMPT[:16])
+    target = make(16, page_size=4)
+    for name in ("d", "e"):
+        context = receiver(target, PROMPT[:16], name)
+        pending = target.import_block_table(context, table)
+        copier = target.copier(pending)
+        copier.take()
+        target.commit_import(context, pending, copier.prove() if pending.needs_copy else None)
+    assert not pending.needs_copy
+    held = target.num_held_blocks
+    copier.give_up()
+    target.check()
+    assert target.num_held_blocks == held
 
 
 def released(make: Any) -> tuple[Any, Any]:
