@@ -200,16 +200,7 @@ class ImportBook:
 
     def is_given_up(self, row: int) -> bool:
         """Whether the row has only pages of a cancelled import, and no model has written to these pages."""
-        if row in self.of_row:
-            return False
-        return row in self.to_give_back or self._given_up.get(row) == self._rows.counted.item(row)
-
-    def may_run(self, row: int) -> bool:
-        """Whether a model may write to the row's pages.
-
-        False if an import of the row is pending, or if the row must give back the pages of a cancelled import.
-        """
-        return row not in self.of_row and row not in self.to_give_back
+        return row not in self.of_row and self._given_up.get(row) == self._rows.counted.item(row)
 
     def leave(self, row: int) -> None:
         """Forget a released row."""
