@@ -239,12 +239,17 @@ def allocate_host_rows(rows: int, row_bytes: int, pinned_for: object = None) -> 
     try:
         memory = _huge_pages(rows * row_bytes)[: rows * row_bytes]
         if pinned_for is not None:
-            cudart = cast("Any", torch.cuda.cudart())
-            torch.cuda.check_error(int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
-            weakref.finalize(pinned_for, _unpin, cudart, memory)
+            pin_rows(memory, pinned_for)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
         raise PoolTooSmallError(f"the host cannot hold {rows} pages of {row_bytes} bytes: {error}") from error
     return memory.view(rows, row_bytes)
+
+
+def pin_rows(memory: torch.Tensor, owner: object) -> None:
+    """Pin contiguous host memory for as long as `owner` exists. Raises `RuntimeError` if the driver refuses it."""
+    cudart = cast("Any", torch.cuda.cudart())
+    torch.cuda.check_error(int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
+    weakref.finalize(owner, _unpin, cudart, memory)
 
 
 def _unpin(cudart: Any, memory: torch.Tensor) -> None:

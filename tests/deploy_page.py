@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/reference/options.md"
 OPTIONS = {
     "Options": "scheduler_adapters/vllm/options.py",
+    "TierOptions": "scheduler_adapters/vllm/tiers.py",
     "WorkerConfig": "transfer/connector/config.py",
     "GroupConfig": "transfer/connector/config.py",
     "Timing": "transfer/connector/config.py",

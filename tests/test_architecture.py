@@ -86,7 +86,8 @@ ROOMS: dict[str, set[str]] = {
         *("transfer values", "transfer.wire", "transfer.pull", "transfer.connector", "scheduler_adapters.service"),
     },
     "scheduler_adapters.vllm": {
-        *("kvcache.endpoints values", "transfer values", "transfer.wire", "transfer.connector"),
+        *("kvcache values", "kvcache.endpoints values", "kvcache.pool", "kvcache.tiers"),
+        *("transfer values", "transfer.wire", "transfer.nixl", "transfer.connector"),
     },
     "scheduler_adapters": set(),
     "pagewire values": {"scheduler_adapters values"},

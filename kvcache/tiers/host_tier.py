@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from kvcache.copies import Copy, PageMover
@@ -41,13 +42,22 @@ class HostTier:
     """Slots of host memory. Each slot holds one page of any replica.
 
     Each shard has one array, and a page lies at the same slot in all arrays. Slot 0 is the null slot. `pinned` says
-    that a GPU copies from and to the memory. Raises `PoolTooSmallError` if not even one page fits.
+    that a GPU copies from and to the memory. A caller may give its own `memory`: uint8 `[num_slots + 1, bytes]` of
+    each shard. Raises `PoolTooSmallError` if not even one page fits.
     """
 
-    def __init__(self, shard_bytes: Sequence[int], num_slots: int, digest_words: int, *, pinned: bool) -> None:
+    def __init__(
+        self,
+        shard_bytes: Sequence[int],
+        num_slots: int,
+        digest_words: int,
+        *,
+        pinned: bool,
+        memory: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         self.pool = PagePool(num_slots, digest_words)
         owner = self if pinned else None
-        self.memory = [allocate_host_rows(num_slots + 1, size, owner) for size in shard_bytes]
+        self.memory = list(memory or (allocate_host_rows(num_slots + 1, size, owner) for size in shard_bytes))
         self._rows = [memory.numpy() for memory in self.memory]
         self.unmoved = Unmoved({f"host pages of shard {shard}": memory for shard, memory in enumerate(self.memory)})
         self.lower: list[LowerTier] = []  # the tiers below the host tier, nearest first

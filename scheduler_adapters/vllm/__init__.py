@@ -1,7 +1,7 @@
 """Our transfer behind vLLM's connector interface. vLLM imports this package by name, and the package needs vLLM.
 
-Imports `transfer.wire`, `transfer.connector` and the shared modules of `kvcache.endpoints` and `transfer`. Start
-reading at `connector.py`.
+Imports `kvcache.tiers`, `kvcache.pool`, `transfer.wire`, `transfer.nixl`, `transfer.connector` and the shared modules
+of `kvcache`, `kvcache.endpoints` and `transfer`. Start reading at `connector.py`; blocks in files begin at `tiers.py`.
 """
 
 from scheduler_adapters.vllm.versions import VLLM, check_methods

@@ -132,6 +132,18 @@ def contents_of(where: str, vllm_config: VllmConfig, names: Sequence[str], spec:
     return contents.pop()
 
 
+def described_layer(vllm_config: VllmConfig, layer: Any, page_size: int) -> str:
+    """Returns a string that differs if two layers keep other things in a page, or keep them in another order.
+
+    In contrast to `contents_of`, it also serves backends whose order of bytes is not known here.
+    """
+    backend, spec = layer.get_attn_backend(), layer.get_kv_cache_spec(vllm_config)
+    name = ".".join(backend.full_cls_name())
+    packed = _instructions(vllm_config, spec, page_size) if name == _BACKENDS + _CPU and spec is not None else ""
+    states = described(spec) if isinstance(spec, MambaSpec) else ""
+    return f"{name} {packed} {spec!r} {states}"
+
+
 def _contents(
     where: str, vllm_config: VllmConfig, backend: type[AttentionBackend], spec: Any, page_size: int
 ) -> Contents:

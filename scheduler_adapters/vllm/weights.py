@@ -42,6 +42,14 @@ def _files(folder: Path, patterns: Iterable[str]) -> list[Path]:
     return [file for pattern in patterns for file in folder.glob(pattern) if file.is_file()]
 
 
+def digest_of_checkpoint(path: str) -> str:
+    """Returns a digest of the files of a checkpoint; empty if `path` names none, or they cannot be read."""
+    try:
+        return digest_of_files([Path(path)] if Path(path).is_file() else _files(Path(path), _OF_CHECKPOINT))
+    except OSError:
+        return ""
+
+
 def named_adapter(lora: LoRARequest) -> tuple[str, str]:
     """Returns the name of an adapter and what identifies its weights, as a pair for `Prompt.named`.
 
@@ -87,10 +95,7 @@ class LoadedWeights:
 
     def reloaded(self, path: str) -> None:
         """Records that all weights were read from a checkpoint."""
-        try:
-            found = digest_of_files([Path(path)] if Path(path).is_file() else _files(Path(path), _OF_CHECKPOINT))
-        except OSError:
-            found = ""
+        found = digest_of_checkpoint(path)
         self._loaded, self._updates = f"checkpoint {found}" if found else f"reloaded from {path}", 0
         self._name()
 

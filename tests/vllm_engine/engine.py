@@ -28,6 +28,7 @@ from vllm.config import (
     ModelConfig,
     SchedulerConfig,
     VllmConfig,
+    set_current_vllm_config,
 )
 from vllm.config.parallel import ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -51,7 +52,9 @@ from transfer.connector.config import share
 
 LAYERS, HEAD_DIM = 2, 16
 OURS = ("PagewireConnector", "scheduler_adapters.vllm")
+TIERS = ("OffloadingConnector", None)
 _FIRST, _TOKENS = 1000, 1000
+_CONFIG: dict[str, Any] = {}  # what a test adds to the model's config
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ def model_dir(folder: Path, heads: int) -> str:
         "hidden_act": "silu",
         "head_dim": HEAD_DIM,
     }
+    config |= _CONFIG
     folder = folder / f"heads-{heads}"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -142,7 +146,7 @@ def make_config(model: str, role: str, engine_id: str, shape: Shape, rank: int, 
     )  # fmt: skip
     # The size is set after the config is made, because vLLM would otherwise look for this many devices. This process
     # plays all ranks.
-    config.parallel_config.tensor_parallel_size = shape.tp_size
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = shape.tp_size
     config.parallel_config.rank = rank
     config.instance_id = start
     config.cache_config.num_gpu_blocks = shape.blocks
@@ -281,13 +285,6 @@ class Engine:
         self._kernel = Kernel(in_columns=shape.backend.get_name() == "CPU_ATTN")
         model, start = model_dir(folder, shape.heads), secrets.token_hex(3)
         config, caches = make_config(model, role, engine_id, shape, 0, start), make_cache_config(shape)
-        self.scheduler = Scheduler(
-            vllm_config=config,
-            kv_cache_config=caches,
-            block_size=math.lcm(*(group.kv_cache_spec.block_size for group in caches.kv_cache_groups)),
-            log_stats=True,
-            structured_output_manager=StructuredOutputManager(config),
-        )
         self.workers: list[Any] = []
         self.caches: list[dict[str, Any]] = []
         # For each rank, the recurrent layers. As in vLLM, their states are views of the bytes of a page.
@@ -295,10 +292,18 @@ class Engine:
         for rank in range(shape.tp_size):
             ranked = make_config(model, role, engine_id, shape, rank, start)
             self.add_rank(
-                add_layers(ranked, caches, shape.backend, shape.states) if shape.connector == OURS else ranked,
+                add_layers(ranked, caches, shape.backend, shape.states) if shape.connector in (OURS, TIERS) else ranked,
                 caches,
                 rank,
             )
+        # As in vLLM, the workers come first.
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=caches,
+            block_size=math.lcm(*(group.kv_cache_spec.block_size for group in caches.kv_cache_groups)),
+            log_stats=True,
+            structured_output_manager=StructuredOutputManager(config),
+        )
         self.connector.set_xfer_handshake_metadata_pp_aware(
             {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         )
@@ -338,7 +343,8 @@ class Engine:
         for name, layer in config.compilation_config.static_forward_context.items():
             layer.kv_cache = views[name]
         worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
-        worker.register_kv_caches(views)
+        with set_current_vllm_config(config):
+            worker.register_kv_caches(views)
         self.workers.append(worker)
         self.caches.append(views)
         self.mixers.append(mixers)
@@ -473,14 +479,16 @@ def run_worker(worker: Any, plan: Any) -> KVConnectorOutput:
 _hashers: dict[int, Any] = {}
 
 
-def make_request(request_id: str, prompt: Sequence[int], count: int, block_size: int, params: Any) -> Request:
+def make_request(
+    request_id: str, prompt: Sequence[int], count: int, block_size: int, params: Any, **given: Any
+) -> Request:
     if block_size not in _hashers:
         init_none_hash(sha256)
         _hashers[block_size] = get_request_block_hasher(block_size, sha256)
     sampling = SamplingParams(
         max_tokens=count, ignore_eos=True, extra_args=None if params is None else {"kv_transfer_params": params}
     )
-    return Request(request_id, list(prompt), sampling, None, block_hasher=_hashers[block_size])
+    return Request(request_id, list(prompt), sampling, None, block_hasher=_hashers[block_size], **given)
 
 
 def run_until(engines: Sequence[Engine], done: Callable[[], object], timeout_s: float = 20.0) -> None:
