@@ -8,11 +8,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 from kvcache import PagedKVCacheManager, TextContext
 from kvcache.replica.devices import ReplicaPageMoves
 from kvcache.replica.replica import Replica
 from tests.kvcache.build import manager_of
+from tests.kvcache.states.served_states import SHAPE
 
 
 class Rig:
@@ -104,3 +106,24 @@ def test_a_moved_page_is_found_and_held_where_it_is_now() -> None:
     again, _ = rig.start("b")
     assert again.start_idx == 8
     assert list(rig.manager.get_req_blocks("b"))[:2] == now[:2]
+
+
+def test_pages_in_a_block_table_stay_until_another_request_claims_the_row() -> None:
+    manager = manager_of(100, rows=1, dtype=torch.int64, params={"states": SHAPE})
+    moves, states = manager._replicas.each[0].pool.moves, manager.states[0]
+    for first in (0, 100):
+        context = TextContext(range(first, first + 10), 64, f"from {first}")
+        name = context.request_id
+        manager.external_claim(name)
+        for _ in range(2):  # the chunk up to the last full page, and the rest
+            assert manager.maybe_reserve(context)
+            manager.fetch([context])
+            assert moves.staying()[list(manager.get_req_blocks(name))].all()
+            states.advance(states.pages_at([name], [context.start_idx]), [context.active_idx])
+            context.update(1)
+            manager.step([context])
+            assert not moves.staying()[list(manager.get_req_blocks(name))].any()
+        assert context.end_idx == 11
+        manager.block_table(name)
+        assert moves.staying()[list(manager.get_req_blocks(name))].all()
+        manager.release(name)
