@@ -12,7 +12,7 @@ from kvcache.errors import AlreadyClaimedError, InvalidRequestError, InvariantEr
 from kvcache.replica.batch import Batch, Gathered
 from kvcache.replica.context import Context, ReadContext, TextContext, check_context, read_context
 from kvcache.replica.replica import Replica
-from kvcache.replica.rows import NEVER, AllRows, Ints, as_rows
+from kvcache.replica.rows import NEVER, AllRows, Rows, as_rows
 from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import RequestID
 
@@ -39,10 +39,9 @@ class Claims:
         # context itself, which is thereby kept alive. Otherwise the key is a tuple with the context's `id`.
         self.bound: dict[object, int] = {}
         self._contexts: dict[int, Context] = {}  # by place
-        # The contexts of the last list, all of class `TextContext`, their requests, and `_releases` at that time. Loops
-        # often pass the same contexts again, and comparing two lists object by object takes a fraction of the time of
-        # one lookup an object.
-        self._listed: tuple[list[Context], Gathered, int] | None = None
+        # The requests of the last list, and `_releases` at that time. Loops often pass the same contexts again, and
+        # comparing two lists object by object takes a fraction of the time of one lookup an object.
+        self._listed: tuple[Gathered, int] | None = None
 
     def free_at(self, request_id: RequestID, replica_idx: int | None) -> int:
         """Returns the index of the replica on which to claim a new request. Raises if that replica has no free row.
@@ -92,22 +91,19 @@ class Claims:
 
     def gather(self, batch: Sequence[Context], call: str) -> Gathered:
         """Returns the requests of a call as arrays. If `batch` is a `Batch`, refreshes `batch` and returns it."""
-        last = self._listed
         kind: type = type(batch)  # checked exactly, because a subclass could return another item at each access
-        # The objects are compared, because the `__eq__` of a caller's subclass may call other requests equal.
-        same = last is not None and kind is list and last[2] == self._releases and len(last[0]) == len(batch)
-        if last is not None and same and all(map(is_, last[0], batch)):
-            gathered = last[1]
-        elif isinstance(batch, Batch):
+        last = self._last(batch) if kind is list else None
+        if last is not None:
+            gathered = last
+        elif kind is not list and isinstance(batch, Batch):
             if batch.checked_at != self._releases or batch.unbound or batch.owner is not self:
                 self._refuse_stale(batch, call)
             gathered = batch
         else:
-            contexts, replicas, rows, places, unbound = self._bind(batch, call)
-            gathered = Gathered(tuple(contexts), replicas, rows, places, self._rows)
-            gathered.unbound = unbound
-            if not unbound and {*map(type, gathered.contexts)} == {TextContext}:
-                self._listed = [*gathered.contexts], gathered, self._releases
+            contexts, places, unbound = self._bind(batch, call)
+            gathered = Gathered(tuple(contexts), places, self._rows, unbound=unbound)
+            if not unbound:
+                self._listed = gathered, self._releases
         is_step = call == "step"
         gathered.refresh(computed_only=is_step)
         if is_step and self._steps and not (gathered.is_counted or gathered is batch):
@@ -116,10 +112,8 @@ class Claims:
 
     def batch(self, contexts: Sequence[Context]) -> Batch:
         """Look up the requests of a `Batch` once."""
-        listed, replicas, rows, places, unbound = self._bind(contexts, "batch")
-        made = Batch(listed, replicas, rows, places, self._rows, self)
-        made.unbound = unbound
-        return made
+        listed, places, unbound = self._bind(contexts, "batch")
+        return Batch(tuple(listed), places, self._rows, self, unbound=unbound)
 
     def leaving(self, request_id: RequestID) -> tuple[int, TextContext | ReadContext | None]:
         """Returns the place of a request that is about to be released, and its context, whose hints `release` reads."""
@@ -136,14 +130,12 @@ class Claims:
         Nothing of the request is cached for its context any more. So all its known tokens become active, whatever chunk
         was chosen before.
         """
-        self._free(request_id, place, context)
         if context is not None:
             context.reset()
+        self._free(request_id, place, context)
 
     def _free(self, request_id: RequestID, place: int, context: TextContext | ReadContext | None) -> None:
         replica, _, row = self._at(place)
-        if context is not None:
-            context.stop_counting()
         replica.release(row, context)
         del self.places[request_id]
         if (bound := self._contexts.pop(place, None)) is not None:
@@ -154,7 +146,10 @@ class Claims:
         """Free the pages of a request that has no leases, and claim the request again. Returns its new row."""
         # a copy of a state to the device may hold the state page that the new claim needs
         self._replicas[replica_idx].kept.finish_loads()
-        self._free(request_id, *self.leaving(request_id))
+        place, context = self.leaving(request_id)
+        if context is not None:
+            context.stop_counting()
+        self._free(request_id, place, context)
         return self.claim(request_id, replica_idx)
 
     def clear(self) -> None:
@@ -188,10 +183,10 @@ class Claims:
             raise InvariantError(
                 f"{len(self.bound)} contexts are bound, but {len(self._contexts)} other contexts are kept alive"
             )
-        for place in (self._rows.known < NEVER).nonzero()[0].tolist():
-            context, known = self._contexts.get(place), self._rows.known_of[place]
-            if not isinstance(context, TextContext) or context.indices != (known - 1, known, known):
-                raise InvariantError(f"place {place}: {known} known tokens are counted for {context!r}")
+        for place in (self._rows.starts < NEVER).nonzero()[0].tolist():
+            context, start = self._contexts.get(place), self._rows.start_of[place]
+            if not isinstance(context, TextContext) or context.indices != (start, start + 1, start + 1):
+                raise InvariantError(f"place {place}: start {start} is counted for {context!r}")
         with_pages = {place for place in rows.values() if self._at(place)[0].rows.num_pages[self._at(place)[2]]}
         for place in with_pages ^ self._contexts.keys():
             raise InvariantError(f"place {place}: its row must have both pages and a bound context, or neither")
@@ -220,8 +215,17 @@ class Claims:
             )
         return place
 
-    def _bind(self, batch: Sequence[Context], call: str) -> tuple[Sequence[Context], Ints, Ints, Ints, bool]:
-        """Returns the contexts of a call, and the replica, the row and the place of each context.
+    def _last(self, batch: Sequence[Context]) -> Gathered | None:
+        """Returns the requests of the last list if `batch` has the same contexts, and they have the same rows."""
+        if self._listed is None:
+            return None
+        last, releases = self._listed
+        # The objects are compared, because the `__eq__` of a caller's subclass may call other requests equal.
+        same = releases == self._releases and len(last.contexts) == len(batch) and all(map(is_, last.contexts, batch))
+        return last if same else None
+
+    def _bind(self, batch: Sequence[Context], call: str) -> tuple[Sequence[Context], Rows, bool]:
+        """Returns the contexts of a call, and their places.
 
         The last item of the result says whether some of the contexts are not bound to a row yet.
         """
@@ -238,13 +242,13 @@ class Claims:
                 self._unbound(context, call) if place is None else place
                 for context, place in zip(contexts, at, strict=True)
             ]
-        if len(found) > 1 and len(set(found)) != len(found):
+        first, count = (found[0], len(found)) if found else (0, 0)
+        if count <= 1 or found == [*range(first, first + count)]:
+            return contexts, slice(first, first + count), unbound
+        if len(set(found)) != len(found):
             twice = next(at for at, place in enumerate(found) if place in found[:at])
             raise InvalidRequestError(f"request {contexts[twice].request_id!r}: is named twice in one {call}")
-        places = np.fromiter(found, np.int64, len(found))
-        if len(self._replicas) == 1:
-            return contexts, np.zeros(len(found), np.int64), places, places, unbound
-        return contexts, places // self._rows_per_replica, places % self._rows_per_replica, places, unbound
+        return contexts, np.fromiter(found, np.int64, count), unbound
 
     def _refuse_stale(self, batch: Batch, call: str) -> None:
         if batch.owner is not self:

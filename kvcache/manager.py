@@ -133,9 +133,9 @@ class PagedKVCacheManager(Uncopied):
         # finds pages by content
         self.contents = PageContents(self._replicas.each, self.fingerprint, self._mark, self._look_for_reset)
         # Three attributes for decode steps. `_place_of` returns the place of a context. The others have two numbers for
-        # each place: how many tokens its pages can hold, and how many its context knows (`TextContext.count_along`).
+        # each place: how many tokens its pages can hold, and the start of its context (`TextContext.count_along`).
         self._place_of: Callable[[Any, int], int] = self._claims.bound.get
-        self._capacity, self._known = self._replicas.rows.capacity_of, self._replicas.rows.known_of
+        self._capacity, self._starts = self._replicas.rows.capacity_of, self._replicas.rows.start_of
         self._metrics_before = KVCacheMetrics()
         self._reset_endpoint = open_endpoint(zmq_endpoint_base, caching=params.enable_prefix_caching)
         if isinstance(self._mark, CheckedUnderWay):
@@ -255,11 +255,11 @@ class PagedKVCacheManager(Uncopied):
             place = self._place_of(data, -1)
         except TypeError:  # raised if the context is not hashable
             place = -1
-        room = self._capacity[place] + 1  # at place -1, which stands for an unknown context, nothing fits
-        if type(num_steps) is int and 0 < num_steps <= room - self._known[place]:
+        room = self._capacity[place]  # at place -1, which stands for an unknown context, nothing fits
+        if type(num_steps) is int and 0 < num_steps <= room - self._starts[place]:
             return True
         num_steps = arguments.steps(num_steps)
-        if place >= 0 and data.active_length == 1 and data.current_length <= room - num_steps:
+        if place >= 0 and data.active_length == 1 and data.current_length <= room - num_steps + 1:
             return True
         replica, replica_idx, row = self._claims.own(data, "maybe_reserve")
         if self._reset_endpoint.is_asked:

@@ -19,7 +19,7 @@ from kvcache.params import KVCacheParams, KVEvents, Routing
 from kvcache.policies.factory import order_of, set_policy
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
-from kvcache.replica.batch import UNKNOWN, Batch, Gathered, Share
+from kvcache.replica.batch import Gathered, Share
 from kvcache.replica.context import Context, SafeContext, hasher_of, read_context
 from kvcache.replica.devices import PageMemory, PlacedReplica, ReplicaPageMoves
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
@@ -27,7 +27,7 @@ from kvcache.replica.kept import Kept
 from kvcache.replica.replica import MakeKept, Replica
 from kvcache.replica.resume import Found
 from kvcache.replica.row_states import RowStates, step_drafted
-from kvcache.replica.rows import AllRows, BlockRows, Filled, Ints, rows_at
+from kvcache.replica.rows import AllRows, BlockRows, Filled, as_rows, rows_at
 from kvcache.sizing import Needs, Sizes
 from kvcache.states.state_memory import room_apart, room_in_slabs, state_layouts
 from kvcache.states.state_pages import StatePages
@@ -207,7 +207,8 @@ class Replicas:
         if gathered.slack >= num_steps - 1 or self._reserve_decoding(gathered, num_steps):
             self.mark.call = None
             return np.ones(len(gathered.contexts), np.bool_)
-        at_rows: list[tuple[int, int]] = list(zip(gathered.replicas.tolist(), gathered.rows.tolist(), strict=True))
+        places: list[int] = as_rows(gathered.places).tolist()
+        at_rows = [divmod(place, self.rows.rows) for place in places]
         contexts = [read_context(context) for context in gathered.contexts]
         for (replica_idx, row), context in zip(at_rows, contexts, strict=True):
             replica = self.each[replica_idx]
@@ -250,22 +251,22 @@ class Replicas:
         if gathered.slack < num_steps - 1:
             self._refuse_short(gathered, shares, num_steps)
         counted = gathered.is_counted  # then these requests have been checked, and their prompts have been counted
-        if not counted:
-            for share in shares:
-                replica = self.each[share.replica]
-                if replica.leases.of_row or replica.counter.open:
-                    replica.refuse_starts(share.rows, gathered.starts[share.at])
+        prompts: list[list[tuple[int, int, int]]] = []
+        for share in () if counted else shares:
+            replica, starts = self.each[share.replica], gathered.starts[share.at]
+            if replica.leases.of_row:
+                replica.leases.refuse_rewrite(share.rows, starts)
+            prompts.append(replica.counter.prompts(share.rows, starts, gathered.actives[share.at]))
         self.mark.call = _FETCH
         if self._all_tiers:
             self._tick(shares)
+        for share in shares if prompts else ():
+            self._counters[share.replica].run(prompts[share.replica])
         fetched: list[RaggedKVCacheInputs] = []
         for share in shares:
             placed = self.placed[share.replica]
-            replica = placed.replica
-            if not counted:
-                replica.counter.run(share.rows, gathered.starts[share.at], gathered.actives[share.at])
             fetched += placed.inputs(share.rows, *gathered.part(share), num_steps, number)
-            replica.pool.moves.fetched(share.rows)
+            placed.replica.pool.moves.fetched(share.rows)
         self.mark.call = None
         if not counted:
             gathered.count_along(self._counters)
@@ -273,19 +274,18 @@ class Replicas:
 
     def _refuse_short(self, gathered: Gathered, shares: Sequence[Share], num_steps: int) -> None:
         """Raise unless each request has pages for its tokens, and still has the pages that its next query sees."""
-        in_chunks = self.each[0].tables.in_chunks
-        if not in_chunks and self.rows.slack(gathered.places, gathered.ends) >= num_steps - 1:
+        in_chunks, lengths = self.each[0].tables.in_chunks, gathered.lengths_after(num_steps)
+        if not in_chunks and self.rows.slack(gathered.places, lengths) >= 0:
             return
         for share in shares:
             replica, at = self.each[share.replica], share.at
-            ends = gathered.ends[at]
-            lengths = ends if num_steps == 1 else ends + (num_steps - 1)
-            # With windows, a request needs pages only up to the end of the chunk that runs.
-            if in_chunks:
+            needed = lengths[at]
+            if in_chunks and not gathered.is_counted:
+                # With windows, a request needs pages only up to the end of the chunk that runs.
                 actives = gathered.actives[at]
-                lengths = np.where(actives < ends, actives, lengths)
+                needed = np.where(actives < gathered.ends[at], actives, needed)
                 replica.tables.refuse_lost(share.rows, gathered.starts[at])
-            replica.refuse_short(share.rows, lengths, "fetch")
+            replica.refuse_short(share.rows, needed, "fetch")
 
     def step(self, gathered: Gathered, settle: Callable[[], None] | None = None) -> None:
         """Publish pages that are full of computed tokens. Raises before anything is published.
@@ -326,23 +326,19 @@ class Replicas:
         looked = None if gathered.due else gathered.turning()
         # All replicas hash before any of them publishes. So if the salt or keys of a request have changed, the call is
         # refused before it changes anything.
-        full = [
-            (share, pages)
-            for share in (gathered.split(len(self.each)) if looked is None else looked)
-            if (pages := self._filled(gathered, share)) is not None
-        ]
+        full: list[tuple[Share, Filled]] = []
+        for share in gathered.split(len(self.each)) if looked is None else looked:
+            at, rows, firsts, lasts = self.each[share.replica].filled(share.rows, computed[share.at])
+            if at.size:
+                at = rows_at(share.at, at)
+                digests = gathered.digests(at, firsts, lasts, self._hasher_of, self._log)
+                full.append((share, Filled(rows, firsts, lasts, digests)))
         self.mark.call = _STEP
         for share, pages in full:
             self.each[share.replica].publish(pages)
         # Last, because `publish` passes replaced pages to leases as far as readers know them.
         self._computed(gathered)
-        if isinstance(gathered, Batch):  # only a `Batch` lasts for several steps, and keeps `due`
-            if gathered.has_futures:
-                gathered.due = UNKNOWN
-            elif full:
-                gathered.due = 1  # among many requests, one of them probably fills a page with its next token
-            else:
-                gathered.due = self.rows.due(gathered.places, computed)
+        gathered.published(any_full=bool(full))
         self._log.end_call()
         return full
 
@@ -450,16 +446,17 @@ class Replicas:
         # If `shares` is None, any request may need pages. If it is empty, no request needs pages, and `slack` is
         # computed again.
         if not shares:
-            if shares is None and np.count_nonzero(gathered.actives - gathered.starts != 1):
+            prompts = shares is None and not gathered.is_counted
+            if prompts and np.count_nonzero(gathered.actives - gathered.starts != 1):
                 return False
-            slack = self.rows.slack(gathered.places, gathered.ends)
+            slack = self.rows.slack(gathered.places, gathered.lengths_after(1))
             if slack >= num_steps - 1:
                 gathered.slack = slack
                 return True
             if slack < -1:  # a request has no pages, or its context has more computed tokens than its pages hold
                 return False
             shares = gathered.split(len(self.each))
-        lengths = gathered.ends + (num_steps - 1) if num_steps > 1 else gathered.ends
+        lengths = gathered.lengths_after(num_steps)
         self.mark.call = _RESERVE
         for share in shares:
             if not self.each[share.replica].reserve_decoding(share.rows, lengths[share.at]):
@@ -474,17 +471,8 @@ class Replicas:
         if gathered.is_counted:  # the prompts of these requests have been counted
             return
         for share in gathered.split(len(self.each)):
-            counter = self.each[share.replica].counter
-            if counter.open:
-                counter.run(share.rows, 0, gathered.computed[share.at])
-
-    def _filled(self, gathered: Gathered, share: Share) -> Filled | None:
-        """Returns the full pages of the requests of one replica."""
-        digests_of = functools.partial(self._digests, gathered, share)
-        return self.each[share.replica].filled(share.rows, gathered.computed[share.at], digests_of)
-
-    def _digests(self, gathered: Gathered, share: Share, at: Ints, firsts: Ints, lasts: Ints) -> NDArray[np.uint64]:
-        return gathered.digests(rows_at(share.at, at), firsts, lasts, self._hasher_of, self._log)
+            counter, computed = self.each[share.replica].counter, gathered.computed[share.at]
+            counter.run(counter.prompts(share.rows, np.zeros_like(computed), computed))
 
     def _fits(self, replica_idx: int, context: SafeContext, length: int, found: Found) -> tuple[int, bool]:
         """Returns how many pages a new request needs besides the pages in `found`, and whether the request fits now."""
@@ -497,7 +485,8 @@ class Replicas:
             return plan.new, replica.tables.most(context.indices, length) <= free
         return plan.new, plan.cost <= free
 
-    def _hasher_of(self, replica_idx: int, row: int, context: Context) -> PrefixHasher:
+    def _hasher_of(self, place: int, context: Context) -> PrefixHasher:
+        replica_idx, row = divmod(place, self.rows.rows)
         read = read_context(context)
         self.each[replica_idx].refuse_renamed(row, read)
         return self.each[replica_idx].hasher(row, read)

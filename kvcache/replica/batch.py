@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn, overload
 
 import numpy as np
@@ -13,11 +14,11 @@ from kvcache.errors import InvalidRequestError, SequenceTooLongError
 from kvcache.events.log import AnyLog
 from kvcache.replica.context import FUTURE_TOKEN, Context, ContextIndices, TextContext, computed_of
 from kvcache.replica.hashing import PrefixHasher, next_digests, token_bytes
-from kvcache.replica.rows import NEVER, ONE, AllRows, Ints, PromptCounter, Rows, rows_at
+from kvcache.replica.rows import NEVER, ONE, AllRows, Ints, PromptCounter, Rows, as_rows, rows_at
 from kvcache.uncopied import Uncopied
 
-HasherOf = Callable[[int, int, Context], PrefixHasher]
-"""Returns the hasher of a request, given replica, row and context."""
+HasherOf = Callable[[int, Context], PrefixHasher]
+"""Returns the hasher of a request, given its place and context."""
 
 
 class Share(NamedTuple):
@@ -35,6 +36,8 @@ A plain tuple, because creating a named tuple takes a twentieth of the time of a
 """
 
 UNKNOWN = -(1 << 62)
+_UNCOUNTED = -NEVER // 2  # `slack` of a list is below it if a context must be read
+INT64 = np.dtype(np.int64)  # numpy takes longer with the class
 _UNSIGNED = {np.dtype(f"{kind}{size}"): np.dtype(f"u{size}") for kind in "iu" for size in (4, 8)}
 _UPDATES = (TextContext.update, TextContext.update_with_future_token, TextContext.realize_future_token)
 _STEPS_KEPT = 256  # how many updates a batch keeps before it passes them to the contexts
@@ -44,8 +47,8 @@ class Gathered:
     """The requests of one call, as arrays `[len]` in the order of the batch."""
 
     __slots__ = (
-        *("_counted", "_every", "_only", "_read", "_shares", "actives", "computed", "contexts", "due", "ends"),
-        *("is_counted", "places", "replicas", "rows", "slack", "starts", "unbound"),
+        *("_every", "_only", "_read", "_shares", "actives", "computed", "contexts", "due", "ends"),
+        *("is_counted", "places", "slack", "starts", "unbound"),
     )
 
     starts: Ints
@@ -53,32 +56,38 @@ class Gathered:
     ends: Ints
     computed: Ints  # how many tokens are computed; while steps are in flight, it is wrong until `read_computed`
 
-    def __init__(self, contexts: Sequence[Context], replicas: Ints, rows: Ints, places: Ints, every: AllRows) -> None:
-        self.contexts: Sequence[Context] = contexts
-        self.replicas = replicas  # the index of each request's replica
-        self.rows = rows  # the row of each request in its replica
-        # the place of each request in `every`, the arrays over the rows of all replicas
-        self.places: Rows = as_run(places)
+    def __init__(self, contexts: Sequence[Context], places: Rows, every: AllRows, *, unbound: bool) -> None:
+        self.contexts = contexts
+        self.places = places  # the place of each request in `every`, the arrays over the rows of all replicas
         self._every = every
         self._shares: list[Share] = []
-        self.unbound = False  # whether some requests have no pages yet; their rows are then not bound to a context
+        self.unbound = unbound  # whether some requests have no pages yet; their rows are then not bound to a context
         # the place of the only request; a call for one request would take a third more time without it
-        self._only = places.item() if len(places) == 1 else -1
-        # `ends` and `starts` of contexts that all count along
-        self._counted: tuple[Ints, Ints] = every.known[self.places], np.zeros(len(places), np.int64)
+        self._only = (places.start if isinstance(places, slice) else places.item()) if len(contexts) == 1 else -1
+
+    @property
+    def replicas(self) -> Ints:
+        """The index of each request's replica."""
+        return as_rows(self.places) // self._every.rows
+
+    @property
+    def rows(self) -> Ints:
+        """The row of each request in its replica."""
+        return as_rows(self.places) % self._every.rows
 
     def refresh(self, *, computed_only: bool = False) -> None:
         """Get the indices of every request. With `computed_only`, only how many tokens are computed."""
-        every, only, (ends, starts) = self._every, self._only, self._counted
-        if only >= 0:  # then `ends` is a view of `every.known`
-            known = every.known_of[only]
-            starts[0] = known - 1
-            slack, due = every.capacity_of[only] - known, every.commit_at_of[only] - known + 1
-        else:
-            ends = every.known[self.places]
-            np.subtract(ends, ONE, starts)
-            slack = every.slack(self.places, ends)
+        every, only = self._every, self._only
+        if only < 0:
+            starts = every.starts[self.places]
+            slack = every.slack(self.places, starts) - 1
             due = every.due(self.places, starts) if computed_only else UNKNOWN
+        elif (start := every.start_of[only]) < NEVER:
+            starts = every.starts[self.places]
+            slack, due = every.capacity_of[only] - start - 1, every.commit_at_of[only] - start
+        else:
+            self.gather(computed_only=computed_only)
+            return
         # A lower bound of the number of tokens by which every request can grow within its pages. Each update subtracts
         # one.
         self.slack = slack
@@ -86,47 +95,65 @@ class Gathered:
         # page. Each update subtracts one.
         self.due = due
         # Whether all contexts count along, so that none must be read, nor checked again.
-        self.is_counted = slack > -NEVER // 2
-        if self.is_counted:
-            self.actives = self.ends = ends
-            self.starts = self.computed = starts
-        else:
+        self.is_counted = slack > _UNCOUNTED
+        if not self.is_counted:
             self.gather(computed_only=computed_only)
+            return
+        self.starts = self.computed = starts
 
     def gather(self, *, computed_only: bool = False) -> None:
         """Read every context that does not count along. With `computed_only`, only how many tokens are computed."""
         self.slack, self.due, self.is_counted = UNKNOWN, UNKNOWN, False
-        known: Ints = self._every.known[self.places]
         # the indices of the contexts to be read
-        self._read: list[int] = [0] if self._only >= 0 else (known >= NEVER).nonzero()[0].tolist()
-        of_all = len(self._read) == len(self.contexts)
-        contexts = self.contexts if of_all else [self.contexts[at] for at in self._read]
+        self._read: list[int] = [0]
+        contexts = self.contexts
+        if self._only < 0:
+            counted = self._every.starts[self.places]
+            self._read = (counted >= NEVER).nonzero()[0].tolist()
+            if 0 < len(self._read) < len(contexts):
+                self._gather_some(counted, computed_only=computed_only)
+                return
         if computed_only:
-            starts = np.array([_computed_of(context) for context in contexts], np.int64)
-            if not of_all:
-                starts, read = known - ONE, starts
-                starts[self._read] = read
-            self.starts = self.computed = starts
+            self.starts = self.computed = np.array([*map(_computed_of, contexts)], INT64)
             return
-        numbers = np.array([_indices_of(context) for context in contexts], np.int64).reshape(-1, 3)
-        if not of_all:
-            numbers, read = np.array((known - ONE, known, known)).T, numbers
-            numbers[self._read] = read
-        self.starts, self.actives, self.ends = numbers[:, 0], numbers[:, 1], numbers[:, 2]
+        numbers = np.array([*chain.from_iterable(map(_indices_of, contexts))], INT64)
+        self.starts, self.actives, self.ends = numbers[::3], numbers[1::3], numbers[2::3]
         self.computed = self.starts
 
+    def _gather_some(self, counted: Ints, *, computed_only: bool) -> None:
+        read = [self.contexts[at] for at in self._read]
+        self.starts = self.computed = starts = counted.copy()
+        if computed_only:
+            starts[self._read] = [*map(_computed_of, read)]
+            return
+        self.actives, self.ends = actives, ends = starts + ONE, starts + ONE
+        starts[self._read], actives[self._read], ends[self._read] = zip(*map(_indices_of, read), strict=True)
+
     def count_along(self, counters: Sequence[PromptCounter]) -> None:
-        """Let each context that was read, and decodes, count along from now on. Its indices have been checked.
+        """Let each context that was read count along from now on. Its indices have been checked.
 
         `counters` has the counter of each replica. A request whose prompt is not fully counted is read again.
         """
-        every, places = self._every, self.places
+        every = self._every
         for at in self._read:
-            context = self.contexts[at]
-            is_open = self.rows.item(at) in counters[self.replicas.item(at)].open
-            if type(context) is TextContext and not is_open:
-                place = at + places.start if isinstance(places, slice) else places.item(at)
-                context.count_along(every.known_of, place)
+            context, place = self.contexts[at], self._place_of(at)
+            replica, row = divmod(place, every.rows)
+            if type(context) is TextContext and row not in counters[replica].open:
+                context.count_along(every.start_of, place)
+
+    def _place_of(self, at: int) -> int:
+        places = self.places
+        return places.start + at if isinstance(places, slice) else places.item(at)
+
+    def lengths_after(self, num_steps: int) -> Ints:
+        """Returns how many tokens of each request need a page if it runs so many steps."""
+        if self.is_counted:
+            return self.starts + num_steps
+        return self.ends + (num_steps - 1) if num_steps > 1 else self.ends
+
+    def published(self, *, any_full: bool) -> None:
+        """Record that all full pages of computed tokens are published. `any_full`: whether there were any."""
+        # only a `Batch` lasts for several steps, and keeps `due`
 
     def read_computed(self) -> None:
         """Read how many tokens of each request are computed.
@@ -140,7 +167,7 @@ class Gathered:
         """Returns the requests of the batch as one `Share` for each of the `count` replicas."""
         if not self._shares:
             if count == 1:
-                self._shares = [Share(0, slice(0, len(self.rows)), self.places)]
+                self._shares = [Share(0, slice(0, len(self.contexts)), self.places)]
             else:
                 self._shares = shares_of_all(self.replicas, self.rows, count)
         return self._shares
@@ -155,14 +182,16 @@ class Gathered:
     def part(self, share: Share) -> tuple[Ints, Longest]:
         """Returns `start_idx` of each request of one replica, and the maxima over these requests."""
         at = share.at
-        starts, ends = self.starts[at], self.ends[at]
+        starts = self.starts[at]
         if not len(starts):
             return starts, (0, 0, 0)
-        longest = largest(ends)
         if self.is_counted:
+            longest = largest(starts) + 1
             return starts, (1, longest, longest)
-        actives = self.actives[at]
-        return starts, (largest(actives - starts), largest(actives), longest)
+        actives, ends = self.actives[at], self.ends[at]
+        if len(starts) == 1:  # for one request, reading the values takes a tenth of the time of numpy's maxima
+            return starts, (actives.item() - starts.item(), actives.item(), ends.item())
+        return starts, (int((actives - starts).max()), int(actives.max()), int(ends.max()))
 
     def digests(self, indices: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: AnyLog) -> NDArray[np.uint64]:
         """Returns the digests of pages `firsts[i]` to `lasts[i]` (excluded) of each context in `indices`.
@@ -170,16 +199,16 @@ class Gathered:
         The digests come one after another. `log` records to which request each digest belongs. If KV events are read,
         it also records the tokens of the pages.
         """
-        at, spans = indices.tolist(), list(zip(firsts.tolist(), lasts.tolist(), strict=True))
+        at = indices.tolist()
         hashers = self.hashers(at, hasher_of)
-        size = hashers[0].page_size
-        if len(at) == 1 or any(last - first != 1 for first, last in spans):
-            each = zip(at, hashers, spans, strict=True)
-            found = [hasher.digests(self.tokens(index), *span) for index, hasher, span in each]
+        spans = list(zip(at, firsts.tolist(), lasts.tolist(), strict=True))
+        if len(at) == 1 or np.count_nonzero(lasts - firsts != ONE):
+            each = zip(hashers, spans, strict=True)
+            found = [hasher.digests(self.tokens(index), first, last) for hasher, (index, first, last) in each]
             if log.is_read:
-                log.describe((hashers, firsts, lasts, [*map(token_bytes, self._tokens_of(at, spans, size))]))
+                log.describe((hashers, firsts, lasts, [*map(token_bytes, self._tokens_of(spans))]))
             return found[0] if len(found) == 1 else np.concatenate(found)
-        tokens = np.array(self._tokens_of(at, spans, size), np.int32)
+        tokens = np.array(self._tokens_of(spans), np.int32)
         digests = self.digest_pages(at, hashers, firsts.tolist(), tokens)
         log.describe((hashers, firsts, lasts, tokens))
         return digests
@@ -201,12 +230,13 @@ class Gathered:
         context: Context = self.contexts[index]
         return context.tokens
 
-    def _tokens_of(self, at: list[int], spans: list[tuple[int, int]], size: int) -> list[NDArray[np.integer[Any]]]:
-        """Returns the tokens of the pages in each request's span. A page has `size` tokens."""
-        return [self.tokens(index)[first * size : last * size] for index, (first, last) in zip(at, spans, strict=True)]
+    def _tokens_of(self, spans: list[tuple[int, int, int]]) -> list[NDArray[np.integer[Any]]]:
+        """Returns the tokens of pages `first` to `last` (excluded) of each context: `(index, first, last)`."""
+        size = self._every.page_size
+        return [self.tokens(index)[first * size : last * size] for index, first, last in spans]
 
     def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
-        return [hasher_of(int(self.replicas[index]), int(self.rows[index]), self.contexts[index]) for index in at]
+        return [hasher_of(self._place_of(index), self.contexts[index]) for index in at]
 
 
 class Batch(Uncopied, Gathered, Sequence[Context]):
@@ -234,7 +264,7 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
     """
 
     def __init__(
-        self, contexts: Sequence[Context], replicas: Ints, rows: Ints, places: Ints, every: AllRows, owner: object
+        self, contexts: Sequence[Context], places: Rows, every: AllRows, owner: object, *, unbound: bool
     ) -> None:
         page_size = every.page_size
         self._page_size, self._page_sizes = page_size, np.array(page_size)
@@ -249,7 +279,7 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
         self._own = [context for context in contexts if isinstance(context, TextContext)]
         # A subclass with an `update` of its own must see each token.
         self._may_advance = 0 < len(self._own) == len(contexts) and all(map(_updates_alike, self._own))
-        super().__init__(tuple(contexts), replicas, rows, places, every)
+        super().__init__(contexts, places, every, unbound=unbound)
         self.gather()
 
     def found_right(self, releases: int, *, unbound: bool) -> None:
@@ -344,10 +374,13 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
         longest = self._longest - behind
         return starts, (1, longest, longest)
 
-    @property
-    def has_futures(self) -> bool:
-        """Whether some requests have a step in flight."""
-        return self._futures > 0
+    def published(self, *, any_full: bool) -> None:
+        if self._futures:
+            self.due = UNKNOWN
+        elif any_full:
+            self.due = 1  # among many requests, one of them probably fills a page with its next token
+        else:
+            self.due = self._every.due(self.places, self.computed)
 
     def refresh(self, *, computed_only: bool = False) -> None:  # noqa: ARG002 - a batch reads all indices at once
         """Read all contexts again if the caller has changed one of them directly."""

@@ -1,7 +1,6 @@
 """Request contexts: the tokens of a request, the number of tokens that are computed, and the hasher of its pages."""
 
 import uuid
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol, cast
@@ -19,7 +18,7 @@ from kvcache.types import RequestID
 _NEW_CAPACITY = 64
 _NO_KEYS: ExtraKeys = ()
 NEVER = 1 << 62
-_NOWHERE = array("q", [0]), 0  # where contexts count that count along in no manager; nobody reads it
+_NOWHERE: tuple["memoryview[int] | list[int]", int] = [0], 0  # where contexts count that count along in no manager
 ContextIndices = tuple[int, int, int]
 """`start_idx`, `active_idx` and `end_idx` of a context."""
 FUTURE_TOKEN = -999
@@ -117,9 +116,11 @@ class TextContext:
     """
 
     __slots__ = (
-        *("__weakref__", "_active", "_buffer", "_counts", "_end", "_flight", "_member", "_leader"),
-        *("_start", "hint", "max_length", "named", "prefix_hasher", "request_id"),
+        *("__weakref__", "_active", "_buffer", "_cells", "_counts", "_end", "_flight", "_leader", "_member"),
+        *("_start", "_until", "hint", "max_length", "named", "prefix_hasher", "request_id"),
     )
+
+    _cells: "memoryview[int]"  # of `_buffer`, because assigning an item of it takes half the time; valid below `_until`
 
     refused = False  # whether setting the indices has failed; always False, because `run_from` never raises here
 
@@ -141,6 +142,8 @@ class TextContext:
         # the first token that the step in flight runs; None if no step is in flight whose token is not known yet
         self._flight: int | None = None
         self._counts = _NOWHERE  # an array of a manager, and the context's place in it: see `count_along`
+        # An update of a context with fewer tokens needs no check of the context. It is 0 after every other change.
+        self._until = 0
         self.prefix_hasher: PrefixHasher | None = None
         # The content of pages depends on tokens, salt and keys. Salt and keys are in one tuple, so that usually one
         # identity test shows that neither has changed.
@@ -246,24 +249,26 @@ class TextContext:
         self.leave()
         self._start, self._active = start, active
 
-    def count_along(self, known: "array[int]", place: int) -> None:
-        """Keep the number of known tokens in `known[place]` as long as this context only decodes.
+    def count_along(self, starts: "memoryview[int]", place: int) -> None:
+        """Keep `start_idx` in `starts[place]` as long as this context only decodes.
 
-        While it is below `NEVER`, the context has this many tokens, runs the last one, and has only been updated since
-        this call. A manager that has checked the context before this call then needs neither to read nor to check it
-        again. Does nothing if the context runs several tokens, follows a leader, or has a future token.
+        While it is below `NEVER`, the context runs the token at this index, which is its last one, and has only been
+        updated since this call. A manager that has checked the context before this call then needs neither to read nor
+        to check it again. If the context runs several tokens, it begins to count with its next update. Does nothing if
+        the next update does not yield a token, or if the context follows a leader or has a future token.
         """
-        if self._leader is None and self._flight is None and self._start + 1 == self._active == self._end:
+        if self._leader is None and self._flight is None and self._active == self._end:
             self.stop_counting()
-            self._counts = known, place
-            known[place] = self._end
+            self._counts = starts, place
+            if self._start + 1 == self._active:
+                starts[place] = self._start
 
     def stop_counting(self) -> None:
         """From now on a manager must read the context. Called before any change except `update`."""
         if self._counts is _NOWHERE:
             return
-        known, place = self._counts
-        known[place] = NEVER
+        starts, place = self._counts
+        starts[place] = NEVER
         self._counts = _NOWHERE  # set last: no other context gets a place in which this one still counts
 
     def update(self, token: int) -> None:
@@ -274,24 +279,37 @@ class TextContext:
         `InvalidRequestError` if the token is out of range, and `SequenceTooLongError` if the request already has
         `max_length` tokens.
         """
+        end = self._end
+        if end >= self._until or type(token) is not int or not 0 <= token < 1 << 31:
+            checked = self._checked_update(token)
+            if checked is None:
+                return
+            token, end = checked, self._end
+        starts, place = self._counts
+        self._cells[end] = token
+        self._start = starts[place] = end
+        self._active = self._end = end + 1
+
+    def _checked_update(self, token: object) -> int | None:
+        """Returns the token of an update, for which the context then has room.
+
+        If a chunk of the prompt has run, makes the other known tokens active, and returns None.
+        """
         if self._leader is not None:
             self.leave()
         if self._flight is not None:
             self._refuse_future("update")
-        end = self._end
-        if self._active < end:
-            self._start, self._active = self._active, end
-            return
-        if type(token) is not int or not 0 <= token < 1 << 31:
-            token = self._checked_token(token)
-        if end >= self.max_length:
+        if self._active < self._end:
+            self._start, self._active = self._active, self._end
+            return None
+        checked = self._checked_token(token)
+        if self._end >= self.max_length:
             self._refuse_full()
-        if end == len(self._buffer):
+        if self._end == len(self._buffer):
             self._grow(1)
-        known, place = self._counts
-        self._buffer[end] = token
-        self._start = end
-        self._active = self._end = known[place] = end + 1
+        if self._end >= self._until:
+            self._cells, self._until = self._buffer.data, min(len(self._buffer), self.max_length)
+        return checked
 
     def update_with_future_token(self) -> None:
         """Do the same as `update` while the step that runs the active tokens is in flight (`fetch_ahead`).
@@ -358,7 +376,9 @@ class TextContext:
         if self._flight is not None:
             self._refuse_future("a copy")
         plain, slots = cast("tuple[dict[str, Any] | None, dict[str, Any]]", super().__getstate__())
-        return plain, {**slots, "_buffer": tokens, "_leader": None, "_counts": _NOWHERE, "prefix_hasher": None}
+        slots.pop("_cells", None)
+        slots |= {"_buffer": tokens, "_leader": None, "_counts": _NOWHERE, "_until": 0, "prefix_hasher": None}
+        return plain, slots
 
     def fork(self, request_id: RequestID | None = None) -> "TextContext":
         """Returns a context of another request with the same tokens, indices, salt and keys.
@@ -390,7 +410,9 @@ class TextContext:
 
     def leave(self) -> None:
         """Apply the leader's updates that this context lacks, and stop following the leader. Also stops counting."""
-        self.stop_counting()
+        self._until = 0
+        if self._counts is not _NOWHERE:
+            self.stop_counting()
         if self._leader is not None:
             self._leader.lose(self._member, self._end)
             # Cleared last. If an interrupt comes before this line, the next call finds no update that the context

@@ -155,7 +155,8 @@ class PrefixHasher:
         width = self.width
         if len(self.known) < last * width:
             self._extend(tokens, last)
-        wanted = bytes(self.known[first * width : last * width])
+        # read-only, and a copy: while an array refers to `known`, no digest can be added
+        wanted = bytes(memoryview(self.known)[first * width : last * width])
         return np.ndarray((last - first, width // 8), _WORD, wanted)
 
     def _extend(self, tokens: NDArray[np.integer[Any]], last: int) -> None:

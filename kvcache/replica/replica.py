@@ -26,12 +26,11 @@ from kvcache.replica.kept import Kept
 from kvcache.replica.leases import PageLease, PageLeases
 from kvcache.replica.policy import ReplicaPolicy
 from kvcache.replica.resume import Found, Reservation
-from kvcache.replica.rows import NEVER, ONE, BlockRows, Filled, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
+from kvcache.replica.rows import NEVER, BlockRows, Filled, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
 from kvcache.replica.tables import OneTable, RowTables
 from kvcache.types import KVCacheMetrics, RequestID
 from kvcache.under_way import UnderWay
 
-DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
 MakeKept = Callable[[RowTables, HasherOfRow], Kept]
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)
@@ -361,20 +360,15 @@ class Replica:
         longest = np.count_nonzero(lengths[short] > self.max_seq_len)
         return not (longest or self.imports.of_row) and self.tables.append(lacking)
 
-    def filled(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> Filled | None:
-        """Returns the full pages that `publish` must publish, or None if there are none. Changes nothing.
+    def filled(self, rows: Rows, computed: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Returns the rows with full pages that are not published, of which `computed` tokens are computed.
 
-        `digests_of(at, firsts, lasts)` returns the digests of pages `firsts[i]` to `lasts[i]` of `rows[at[i]]`, for
-        each i. It may raise, so `filled` must be called before anything is changed.
+        The result is four arrays: their positions in `rows`, the rows, and for each of them the first and the last
+        (excluded) of these pages. Changes nothing.
         """
-        if not self.caching:
-            return None
         at = (computed >= self.rows.commit_at[rows]).nonzero()[0]
-        if not at.size:
-            return None
         filled = rows_at(rows, at)
-        firsts, lasts = self.rows.committed[filled], computed[at] // self.rows.size
-        return Filled(filled, firsts, lasts, digests_of(at, firsts, lasts))
+        return at, filled, self.rows.committed[filled], computed[at] // self.rows.size
 
     def publish(self, full: Filled) -> None:
         """Publish full pages of computed tokens. Content that is already published is shared instead.
@@ -383,11 +377,11 @@ class Replica:
         """
         filled, firsts, lasts, digests = full
         self.tier.arrive(filled)
-        counts = lasts - firsts
         flat_rows, columns = filled, firsts
         if len(filled) == 1:  # numpy repeats the row itself
             columns = np.arange(firsts.item(), lasts.item())
-        elif np.count_nonzero(counts == ONE) < len(counts):
+        elif len(digests) > len(filled):
+            counts = lasts - firsts
             flat_rows = np.repeat(filled, counts)
             columns = np.arange(len(flat_rows)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
         if len(filled) == 1 or len(set(digests[:, 0].tolist())) == len(digests):
@@ -539,13 +533,6 @@ class Replica:
             raise self.counter.ahead(row, start, self.rows.capacity.item(row))
         if row in self.counter.open:
             self.counter.refuse_ahead(row, start)
-
-    def refuse_starts(self, rows: Rows, starts: Ints) -> None:
-        """Raise the errors of `PageLeases.refuse_rewrite` and `refuse_ahead` if one of `rows` must not run."""
-        if self.leases.of_row:
-            self.leases.refuse_rewrite(rows, starts)
-        if self.counter.open:
-            self.counter.refuse_all_ahead(rows, starts)
 
     def refuse_pending(self, row: int, call: str) -> None:
         if (pending := self.imports.of_row.get(row)) is not None:

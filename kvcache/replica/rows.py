@@ -1,7 +1,6 @@
 """The rows of a replica's running requests: their block tables in memory, their progress, and token counts."""
 
 import heapq
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,19 +50,16 @@ class AllRows:
     def __init__(self, replicas: int, rows: int, page_size: int, *, caching: bool = True) -> None:
         self.rows, self.page_size, self.caching = rows, page_size, caching
         # For each place, the number of tokens for which its row has pages. It is -1 while an import is pending, because
-        # the row's pages must not be used then. numpy code writes this array. Calls for a single request read it as a
-        # Python array, which is faster. The last entry, at place -1, belongs to no row.
-        self.capacity_of = array("q", bytes(8 * (replicas * rows + 1)))
-        self.capacity: Ints = np.frombuffer(self.capacity_of, np.int64)[:-1]
+        # the row's pages must not be used then. numpy code writes this array. Calls for a single request read it
+        # through a memoryview, which is faster. The last entry, at place -1, belongs to no row.
+        self.capacity, self.capacity_of = _numbers(replicas * rows, 0)
         # for each row, the number of tokens whose KV was cached at the last `step`
         self.cached: Ints = np.zeros(replicas * rows, np.int64)
         # for each row, the number of computed tokens at which its next page is full; `NEVER` if no page is published
-        self.commit_at_of = array("q", [page_size if caching else NEVER]) * (replicas * rows + 1)
-        self.commit_at: Ints = np.frombuffer(self.commit_at_of, np.int64)[:-1]
-        # For each place, how many tokens its context knows, if the context counts along (`TextContext.count_along`);
-        # `NEVER` or more if the context must be read. The last entry, at place -1, belongs to no row.
-        self.known_of = array("q", [NEVER]) * (replicas * rows + 1)
-        self.known: Ints = np.frombuffer(self.known_of, np.int64)[:-1]
+        self.commit_at, self.commit_at_of = _numbers(replicas * rows, page_size if caching else NEVER)
+        # For each place, the start of its context if the context counts along (`TextContext.count_along`); `NEVER` or
+        # more if the context must be read. The last entry, at place -1, belongs to no row.
+        self.starts, self.start_of = _numbers(replicas * rows, NEVER)
 
     def slack(self, places: Rows, ends: Ints) -> int:
         """Returns by how many tokens each request at `places` can grow before any of these requests needs a page."""
@@ -74,11 +70,10 @@ class AllRows:
         return _least(self.commit_at[places], starts)
 
 
-def _only(rows: Rows) -> int:
-    """Returns the row if there is only one, else -1."""
-    if isinstance(rows, slice):
-        return rows.start if rows.stop - rows.start == 1 else -1
-    return rows.item() if len(rows) == 1 else -1
+def _numbers(count: int, number: int) -> tuple[Ints, "memoryview[int]"]:
+    """Returns an array of `count` equal numbers, and a memoryview of the same memory with one entry more."""
+    numbers = np.full(count + 1, number, np.int64)
+    return numbers[:-1], numbers.data
 
 
 def _least(ends: Ints, begins: Ints) -> int:
@@ -134,6 +129,7 @@ class BlockRows:
         # is full. Reading the tables takes a fifth of the time of computing the numbers.
         full = np.arange(shape[2] + 2) * page_size
         self._room, self._next_full = np.minimum(full, max_seq_len), full[1:] if every.caching else full[1:] * 0 + NEVER
+        self._first_full = self._next_full.item(0)  # for a row without published pages
         # for each group and row, the first column with a page, and the column after the last page
         self._bounds = np.zeros((2, len(groups), rows), np.int64)
         self.firsts, self.ends = self._bounds
@@ -219,7 +215,7 @@ class BlockRows:
         self.changed[:] = True
         for numbers in (self.cached, self.counted, self.committed, self.capacity):
             numbers[:] = 0
-        self.commit_at[:] = self.page_size
+        self.commit_at[:] = self._first_full
         self.prompt[:] = -1
         self.private.clear()
         self.row_of.clear()
@@ -237,7 +233,7 @@ class BlockRows:
             self._bounds[:, :, row] = 0
         self.changed[row] = True
         self.cached[row] = self.counted[row] = self.committed[row] = self.capacity[row] = 0
-        self.commit_at[row] = self._next_full[0]
+        self.commit_at[row] = self._first_full
         self.private.discard(row)
         self.prompt[row] = -1
         request_id, self.request_ids[row] = self.request_ids[row], None
@@ -269,40 +265,35 @@ class PromptCounter:
         self.found += max(0, min(cached, rows.prompt.item(row)) - max(start, counted))
         rows.counted[row] = max(cached, counted)
 
-    def run(self, rows: Rows, starts: Ints | int, ends: Ints) -> None:
-        """Count the tokens `starts` to `ends` (excluded) of `rows` as run."""
+    def prompts(self, rows: Rows, starts: Ints, ends: Ints) -> list[tuple[int, int, int]]:
+        """Returns what `run` takes for those of `rows` whose prompts are not fully counted: `(row, start, end)`.
+
+        Raises `InvalidRequestError` if a start is beyond the counted tokens of its row.
+        """
         if not self.open:
-            return
-        state = self._rows
-        if (row := _only(rows)) >= 0:  # numbers instead of arrays take a tenth of the time
-            if row in self.open:
-                begin, end, prompt = state.counted.item(row), int(ends.item()), state.prompt.item(row)
-                begin = max(begin, starts if isinstance(starts, int) else starts.item())
+            return []
+        each = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
+        found = [(row, starts.item(at), ends.item(at)) for at, row in enumerate(each) if row in self.open]
+        for row, start, _ in found:
+            if start > (seen := self._rows.counted.item(row)):
+                raise self.ahead(row, start, seen)
+        return found
+
+    def run(self, prompts: Sequence[tuple[int, int, int]]) -> None:
+        """Count the tokens `start` to `end` (excluded) of each row in `open` as run. An item is `(row, start, end)`."""
+        counted = self._rows.counted
+        for row, start, end in prompts:
+            begin, prompt = max(start, counted.item(row)), self._rows.prompt.item(row)
+            if end > begin:
                 self.ran += max(0, min(end, prompt) - begin)
-                state.counted[row] = max(begin, end)
-                if max(begin, end) >= prompt:
-                    self.open.remove(row)
-            return
-        seen, prompts = np.maximum(state.counted[rows], starts), state.prompt[rows]
-        self.ran += int(np.maximum(np.minimum(ends, prompts) - seen, 0).sum())
-        state.counted[rows] = counted = np.maximum(seen, ends)
-        self.open.difference_update(as_rows(rows)[counted >= prompts].tolist())
+                counted[row] = end
+            if end >= prompt:
+                self.open.remove(row)
 
     def refuse_ahead(self, row: int, start: int) -> None:
         """Raise `InvalidRequestError` if the row runs its prompt, and token `start` is beyond its counted tokens."""
         if row in self.open and start > (seen := self._rows.counted.item(row)):
             raise self.ahead(row, start, seen)
-
-    def refuse_all_ahead(self, rows: Rows, starts: Ints) -> None:
-        """Call `refuse_ahead` for each of `rows` with the start of the row's request."""
-        state = self._rows
-        if (row := _only(rows)) >= 0:
-            self.refuse_ahead(row, starts.item())
-            return
-        seen = state.counted[rows]
-        ahead = (starts > seen) & (seen < state.prompt[rows])
-        for at in ahead.nonzero()[0].tolist():
-            self.refuse_ahead(int(as_rows(rows)[at]), int(starts[at]))
 
     def ahead(self, row: int, start: int, most: int) -> InvalidRequestError:
         """Returns the error for a context whose `start_idx` is beyond the tokens that can be computed."""

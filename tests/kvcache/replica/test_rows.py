@@ -22,7 +22,7 @@ def counter() -> PromptCounter:
 
 
 def run(count: PromptCounter, row: int, start: int, end: int) -> None:
-    count.run(np.array([row]), np.array([start]), np.array([end]))
+    count.run(count.prompts(np.array([row]), np.array([start]), np.array([end])))
 
 
 def test_a_prompt_token_that_ran_is_not_counted_again_when_it_is_found() -> None:
@@ -70,7 +70,7 @@ def test_tokens_that_a_step_reports_and_tokens_of_an_import_leave_the_open_promp
     count = counter()
     for row in (0, 1, 2):
         count.admit(row, 12)
-    count.run(np.array([0]), 0, np.array([12]))
+    run(count, 0, 0, 12)
     count.ran_elsewhere(1, 12)
     assert (count.ran, count.found, count.open) == (12, 0, {2})
 
