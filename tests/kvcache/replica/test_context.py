@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,76 @@ def test_a_chunk_that_is_not_the_last_appends_nothing() -> None:
     context.update(99)
     assert indices(context) == (10, 11, 11)
     assert context.tokens.tolist() == [*range(10), 99]
+
+
+class Pair:
+    """A context of at most 90 tokens, and what it must be: a list of tokens and two indices."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.tokens, self.start, self.active = [*range(5)], 0, 5
+        self.context = TextContext(self.tokens, 90)
+
+    @property
+    def is_last_chunk(self) -> bool:
+        return self.active == len(self.tokens)
+
+    def update(self) -> None:
+        token: Any = self.rng.choice((7, np.int64(8), 1 << 31))
+        if not self.is_last_chunk:
+            self.context.update(token)
+            self.start, self.active = self.active, len(self.tokens)
+        elif token == 1 << 31:
+            with pytest.raises(InvalidRequestError, match="token 2147483648 is not within"):
+                self.context.update(token)
+        else:
+            self.context.update(token)
+            self.appended(int(token))
+
+    def chunk(self) -> None:
+        self.start, self.active = 0, self.rng.randint(1, len(self.tokens))
+        self.context.set_token_indices(start_idx=0, active_idx=self.active)
+
+    def drop(self) -> None:
+        if len(self.tokens) > 6:
+            del self.tokens[-1]
+            self.start, self.active = len(self.tokens) - 1, len(self.tokens)
+            self.context.set_token_indices(start_idx=self.start, active_idx=self.active, end_idx=self.active)
+
+    def reset(self) -> None:
+        self.context.reset()
+        self.start, self.active = 0, len(self.tokens)
+
+    def future(self) -> None:
+        if self.is_last_chunk:
+            self.context.update_with_future_token()
+            with pytest.raises(InvalidRequestError, match="while its last token is still a future token"):
+                self.context.update(5)
+            self.context.realize_future_token(3)
+            self.appended(3)
+
+    def copy(self) -> None:
+        before, self.context = self.context, copy.copy(self.context)
+        before.reset()
+        before.update(99)
+
+    def appended(self, token: int) -> None:
+        self.tokens.append(token)
+        self.start, self.active = self.active, self.active + 1
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_updates_between_other_changes_are_those_of_a_list(seed: int) -> None:
+    """An update checks little while nothing but updates came before it. Every other change must end that."""
+    pair = Pair(seed)
+    changes = (pair.chunk, pair.drop, pair.reset, pair.future, pair.copy)
+    while len(pair.tokens) < 90:
+        (pair.update if pair.rng.random() < 0.8 else pair.rng.choice(changes))()
+        wanted = (pair.start, pair.active, len(pair.tokens)), pair.tokens
+        assert (indices(pair.context), pair.context.tokens.tolist()) == wanted
+    pair.reset()
+    with pytest.raises(SequenceTooLongError, match="token 91 is past its max_length 90"):
+        pair.context.update(5)
 
 
 def test_reset_runs_every_known_token_again() -> None:
