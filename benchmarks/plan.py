@@ -2,7 +2,7 @@
 
 `check`, `sources` and `plan` are parts of the first contact with a rank of 64 layers and 100,000 pages. `runs` is the
 time to make the runs for a pull of 2,048 pages, and their NIXL descriptors. `wire` is the time of NIXL READs between
-two processes, of runs that are never adjacent. `copy` is the time of `StagingPlan.permute` for slabs of 16 MiB, between
+two processes, of runs that are never adjacent. `copy` is the time of `StagingPlan.permute` for 16 MiB, between
 tokens-first and heads-first pages. A cost for each run and a cost for each byte are fitted to `wire` and to `copy`.
 `transfer/plan/staging.py` has the results.
 """
@@ -30,7 +30,7 @@ from transfer.plan.plan import Plan, plan
 from transfer.plan.runs import Runs
 from transfer.plan.shapes import PACKED_HND, SPLIT_NHD, dense
 from transfer.plan.source_ranks import sources
-from transfer.pull.staging_area import SLAB_BYTES
+from transfer.pull.staging_area import BUFFER_BYTES
 
 POOL = 100_000
 PAGES = 2048
@@ -159,7 +159,7 @@ def wire(repeats: int) -> list[Row]:
 
 
 def copies(repeats: int) -> list[Row]:
-    """Copies of slabs to their final pages."""
+    """Copies of buffers to their final pages."""
     rng = np.random.default_rng(0)
     rows: list[Row] = []
     for dim, page_size, ours, theirs in (
@@ -173,13 +173,13 @@ def copies(repeats: int) -> list[Row]:
     ):
         sizes = {"layers": 4, "dim": dim}
         one = page(page_size=page_size, **sizes).page_bytes
-        count, pool = SLAB_BYTES // one, SOURCE_BYTES // one
+        count, pool = BUFFER_BYTES // one, SOURCE_BYTES // one
         local, remote = (dense(page(page_size=page_size, order=order, **sizes), pool) for order in (ours, theirs))
         made, tokens, pages = plan(local, remote), (0, count * page_size), rng.permutation(pool)[:count]
-        staging, memory, slab = made.staging(0), _buffer(SOURCE_BYTES), _buffer(SLAB_BYTES)
+        staging, memory, staged = made.staging(0), _buffer(SOURCE_BYTES), _buffer(BUFFER_BYTES)
         runs = made.runs(0, pages, pages, tokens)
 
-        def home(_: object, staging=staging, given=(pages, tokens, slab, [memory])) -> None:  # noqa: ANN001
+        def home(_: object, staging=staging, given=(pages, tokens, staged, [memory])) -> None:  # noqa: ANN001
             staging.permute(*given)
 
         times = samples(repeats, lambda: None, home)

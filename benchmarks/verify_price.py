@@ -1,8 +1,8 @@
 """What does safety cost? Times a pull without a fence, with a fence, and with some or all pages checked.
 
 Run `python -m benchmarks.verify_price [--quick] [--json FILE]`. Source and reader are agents of one process, which
-polls them in turn. The variants alternate, so that other load of the machine affects all of them. To seal pages is to
-make their checksums, which the source does.
+polls them in turn. The variants alternate, so that other load of the machine affects all of them. The source
+records the checksums of its pages.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def measure(count: int, rounds: int) -> list[Price]:
             for name, reader in readers.items():
                 lease = LeaseRef(new_lease_id(), number % 512, 60.0)
                 start = now()
-                source.ranks[0].seal([theirs])
+                source.ranks[0].record_checksums([theirs])
                 seals.append((now() - start) / 1e3)
                 source.offer(LeaseOffer("r", lease))
                 start = now()

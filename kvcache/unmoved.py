@@ -23,7 +23,7 @@ class Unmoved:
     storage that was already shared before, so such a storage may still be sent.
 
     `check` notices what cannot be refused: `set_` and `resize_` of a tensor, and a shared storage that is sent after
-    torch's sharing strategy was changed. It compares one address for each tensor, which takes 0.3 µs.
+    torch's sharing strategy was changed. It compares one address for each tensor.
 
     >>> pool = torch.zeros(8)
     >>> unmoved = Unmoved({"pages": pool})

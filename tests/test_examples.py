@@ -18,7 +18,7 @@ from kvcache.pool.slabs import SlabPool
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.tables import RowTables
 from transfer.plan.runs import Runs
-from transfer.pull.lease import LeaseSlots
+from transfer.pull.lease import LeaseWords
 from transfer.wire.allowed_peers import AllowedPeers
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +30,7 @@ MODULES = [
 ]
 SHOWN = [
     *(Batch, LayerGroup, LruOrder, PagedKVCacheManager, PageLayout, PageLease, Retention, TextContext),
-    *(AllowedPeers, HintedOrder, LeaseSlots, PagePool, PageReader, PrefixHasher, PrefixIndex, QuotaOrder, RowTables),
+    *(AllowedPeers, HintedOrder, LeaseWords, PagePool, PageReader, PrefixHasher, PrefixIndex, QuotaOrder, RowTables),
     *(Runs, SlabPool),
 ]
 

@@ -79,7 +79,7 @@ def test_a_rank_s_metadata_is_read() -> None:
 
 def test_what_a_lease_holds_is_read() -> None:
     pages = wire.open_pages(kept("lease"), "p", 7, KEY)
-    assert (pages.slot, pages.num_tokens, pages.block_ids, pages.duration_s) == (3, 20, ((4, 5),), 10.0)
+    assert (pages.word_idx, pages.num_tokens, pages.block_ids, pages.duration_s) == (3, 20, ((4, 5),), 10.0)
 
 
 def test_messages_are_read() -> None:
@@ -183,7 +183,7 @@ def _lease() -> bytes:
         engine_id="p",
         incarnation="i",
         lease_id=7,
-        slot=3,
+        word_idx=3,
         duration_s=10.0,
         num_tokens=20,
         block_ids=((4, 5),),

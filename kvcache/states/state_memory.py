@@ -193,7 +193,7 @@ def _views(kinds: Mapping[str, PageLayout], rows: torch.Tensor, count: int, slab
 def state_rows(layouts: StateLayouts, blocks: Sequence[Sequence[torch.Tensor]]) -> list[Any]:
     """Returns views of states as rows of words, `[pages + 1, words]`, for each kind on each shard.
 
-    On the CPU the views are numpy arrays, because torch takes 4 us more than numpy to copy a row.
+    On the CPU the views are numpy arrays, because torch takes longer than numpy to copy a row.
     """
     rows = list[Any]()
     for kinds, tensors in zip(layouts, blocks, strict=True):

@@ -7,9 +7,9 @@ A file holds a run of pages that were written together. After the pages come a r
 
 If there are several block tables, each digest is followed by the index of the page's table.
 
-A separate file for each page was rejected. On a local disk, a new file costs 15 to 1,000 µs, in which many pages can be
-written. The pages come first in the file and have one size, so each page can be read alone. If a file was cut short, it
-does not end with a footer.
+A separate file for each page was rejected, because in the time that a new file takes, many pages can be written. The
+pages come first in the file and have one size, so each page can be read alone. If a file was cut short, it does not
+end with a footer.
 
 A page's checksum covers the namespace, the digest and the page's bytes. So a page that lies in the place of another
 page, or that belongs to another model, is refused in the same way as a corrupted page. Checksums protect only against

@@ -27,7 +27,7 @@ from scheduler_adapters.service.peer_prefixes import PeerPrefixes
 from scheduler_adapters.service.requests import PrefillRequest, PrefillTimes, Recent, prompt_of
 from scheduler_adapters.service.sockets import Awaited, Socket, received
 from transfer.pull.exchange import ExchangeEvent, PageExchange
-from transfer.pull.lease import LEASE_SLOTS
+from transfer.pull.lease import LEASE_WORDS
 from transfer.pull.replica import LeaseOver, Offered
 
 _EXPIRE_S = 0.01
@@ -282,8 +282,8 @@ class PrefillScheduler:
             if self.draining:
                 self._fail(request, f"prefill process {self.name!r} is draining")
                 return
-            if len(self._requests) >= LEASE_SLOTS:
-                self._fail(request, f"prefill process {self.name!r} has {LEASE_SLOTS} requests open")
+            if len(self._requests) >= LEASE_WORDS:
+                self._fail(request, f"prefill process {self.name!r} has {LEASE_WORDS} requests open")
                 return
             asked = Request(key, message.prompt, 1, hold_pages=True, cache_salt=message.cache_salt)
             context = self._loop.context_for(asked)
@@ -405,7 +405,7 @@ class PrefillScheduler:
         elif request.phase == "computing":
             request.move("offered", request.compute_by)
         request.told = table.num_tokens
-        self._exchange.seal(request.replica, table.groups)
+        self._exchange.record_checksums(request.replica, table.groups)
         offer = msg.PagesOffer(
             request_id=request.request_id,
             attempt=request.attempt,

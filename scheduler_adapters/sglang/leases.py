@@ -182,7 +182,7 @@ class RoomLeases:
         for room in self._waiting[:]:
             try:
                 self._scheduler.offer(str(room))
-            # No lease slot is free, or an earlier request with this number still has a lease on some rank.
+            # No lease word is free, or an earlier request with this number still has a lease on some rank.
             except InvalidLeaseError:
                 continue
             self._waiting.remove(room)

@@ -222,7 +222,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "transfer.pull.lease",
         [
-            Mutation("LeaseSlots.give_back", "lease.slot", "lease.lease_id"),
+            Mutation("LeaseWords.give_back", "lease.word_idx", "lease.lease_id"),
             Mutation("Lease.is_read", "len(heard) == self.ranks[engine] * ours", "len(heard) >= 1"),
             Mutation("Lease.is_read", "self.ranks[engine] * ours", "self.ranks[engine]"),
             Mutation("LeaseBook.grant", "if not running:", "if True:"),

@@ -158,8 +158,8 @@ class World:
         content = np.frombuffer(self._random.randbytes(count * HEADS * HEAD_BYTES), np.uint8)
         content = content.reshape(count, HEADS, HEAD_BYTES)
         self.source.fill(pages, content)
-        slot = self._random.randrange(64)
-        held = Held(LeaseRef(new_lease_id(), slot, LEASE_S), pages, content, self.source.card.incarnation)
+        word_idx = self._random.randrange(64)
+        held = Held(LeaseRef(new_lease_id(), word_idx, LEASE_S), pages, content, self.source.card.incarnation)
         self.held[held.lease.lease_id] = held
         self.source.replica.offer(
             LeaseOffer(str(held.lease.lease_id), held.lease, engines=self._random.choice((1, 2, 2)), pages=[pages])
@@ -251,7 +251,7 @@ class World:
         while events:
             match events.popleft():
                 case Offered(lease_id=lease_id, error=error):
-                    if error:  # Another lease has taken the slot of the lease word.
+                    if error:  # Another lease has taken the lease word.
                         self._give_back(self.held.pop(lease_id))
                     else:
                         self.held[lease_id].offered = True

@@ -26,7 +26,7 @@ from transfer.pull.thread import TransferThread
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition)
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
-SLOT = 2
+WORD_IDX = 2
 _TRIES = 1000
 
 
@@ -47,7 +47,7 @@ def serve(pipe: Connection, life: Connection, reborn: bool) -> None:
         reborn: whether the fork takes the pid of its dead parent.
     """
     source = Engine("p", seed=3)
-    lease = source.offer("r", slot=SLOT, duration_s=1000.0)
+    lease = source.offer("r", word_idx=WORD_IDX, duration_s=1000.0)
     rank = source.ranks[0]
     words, pages = rank.words, source.pools[0]
     fences = rank.puller.words
@@ -169,9 +169,9 @@ def _end(status: int) -> NoReturn:
     raise SystemError("it goes on")
 
 
-def _pull(p: Engine, d: Engine, slot: int) -> None:
-    key = f"r{slot}"
-    d.replica.pull(key, p.source(p.offer(key, slot)), 20.0)
+def _pull(p: Engine, d: Engine, word_idx: int) -> None:
+    key = f"r{word_idx}"
+    d.replica.pull(key, p.source(p.offer(key, word_idx)), 20.0)
     d.replica.add_pages(key, [PageCopy([1], [4], (0, TOKENS))], last=True)
     run(p, d, until=lambda: any(event.key == key and event.safe for event in d.pulls))
     assert d.pulls[-1].error == "", d.pulls[-1]

@@ -196,8 +196,8 @@ def engine_metadata() -> bytes:
 
 def make_targets(server: HandshakeServer) -> list[Target]:
     book = LeaseBook([make_words(64)])
-    for slot in range(8):
-        book.grant(slot + 1, f"r{slot}", slot, 1e9, engines=1000)
+    for word_idx in range(8):
+        book.grant(word_idx + 1, f"r{word_idx}", word_idx, 1e9, engines=1000)
 
     def hear(data: bytes) -> None:
         note = decode_note(data)
@@ -215,13 +215,13 @@ def make_targets(server: HandshakeServer) -> list[Target]:
         engine_id="p",
         incarnation="i",
         lease_id=5,
-        slot=1,
+        word_idx=1,
         duration_s=9.0,
         num_tokens=20,
         block_ids=((3, 4), (9,)),
         prompt_digest=b"d" * 32,
     )
-    notes = [encode_message(ReaderNote(slot, "d", 0, 2, "done")) for slot in range(1, 9)]
+    notes = [encode_message(ReaderNote(word_idx, "d", 0, 2, "done")) for word_idx in range(1, 9)]
     return [
         Target("handshake query", queries, lambda data: server._answer_to(decode_query(data))),
         Target("rank metadata", [sealed_rank(rank_metadata(), KEY)], lambda data: open_rank(data, KEY)),

@@ -31,7 +31,7 @@ _WHOLE = [PageCopy([1, 2], [4, 5], (0, 2 * TOKENS))]
 def serve(pipe: Connection) -> None:
     """Runs a source until the test closes the pipe."""
     source = Engine("p", key=b"")
-    leases = [source.offer(f"r{slot}", slot, 1e6, engines=1 << 30) for slot in range(AT_ONCE)]
+    leases = [source.offer(f"r{word_idx}", word_idx, 1e6, engines=1 << 30) for word_idx in range(AT_ONCE)]
     pipe.send((source.card.ranks[0], leases))
     try:
         while True:
@@ -95,13 +95,13 @@ def run(replies: int, seed: int, say: Callable[[str], None]) -> list[str]:
                 source.start()
             free = sorted({*range(AT_ONCE)} - {*open_keys.values()})
             while free and begun < replies:
-                key, slot, begun = f"e{begun}", free.pop(), begun + 1
+                key, word_idx, begun = f"e{begun}", free.pop(), begun + 1
                 data = changed(source.metadata, key, rng)
                 incarnation = _incarnation(data)
                 liar._cards = {**liar._cards, key: EngineCard(key, incarnation, (data,), {"model": "m"})}
-                reader.replica.pull(key, Source(liar.endpoint, key, source.leases[slot]), 60.0)
+                reader.replica.pull(key, Source(liar.endpoint, key, source.leases[word_idx]), 60.0)
                 reader.replica.add_pages(key, _WHOLE, last=True)
-                open_keys[key] = slot
+                open_keys[key] = word_idx
             reader.poll()
             for event in [event for event in reader.pulls if event.safe and event.key in open_keys]:
                 became[_kind(event.error)] += 1

@@ -54,7 +54,7 @@ class Face(NamedTuple):
     failed: bool  # True if a new attempt may begin.
     past: int  # The number of readers that have started a later attempt.
     new: int  # The number of readers that do not know this attempt yet.
-    claims: bool  # True if the slot of this attempt's lease word is taken.
+    claims: bool  # True if this attempt's lease word is taken.
     standing: int  # The number of source ranks on which this attempt's lease word is set.
     said: int
     # The state of the only reader's pull, if the prompt comes in stretches.
@@ -218,7 +218,7 @@ class Explorer:
                 continue
             source &= ~face.held if part.source == mine.source else -1
             readers = [free & ~pages for free, pages in zip(readers, face.pages, strict=True)]
-            if (part.source, part.slot) == (mine.source, mine.slot):
+            if (part.source, part.word) == (mine.source, mine.word):
                 claimed |= face.claims
                 foreign |= face.standing
             if other == mine.before:

@@ -66,13 +66,13 @@ class Room(NamedTuple):
 class View(NamedTuple):
     """The part of the other rooms' state that a room can see."""
 
-    may_lease: bool = False  # True if the previous attempt has failed somewhere and the slot of the lease word is free.
+    may_lease: bool = False  # True if the previous attempt has failed somewhere and the lease word is free.
     free_source: int = 0
     free_reader: tuple[int, ...] = ()
     may_take: int = 0  # The readers for which this attempt is not out of date.
     # The links over which the previous attempt's message was sent. They matter only without the attempt check.
     late: int = 0
-    # The source ranks on which another lease's word is set in the same slot. They matter only without fresh ids.
+    # The source ranks on which another lease's id is in the same word. They matter only without fresh ids.
     foreign: int = 0
     has_tail: bool = False  # True if another stretch of the prompt follows this stretch.
     tail: int = IDLE  # The state of the next stretch's pull.

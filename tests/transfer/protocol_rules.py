@@ -10,7 +10,7 @@ from tests.transfer.protocol_room import Shape
 
 
 class Part(NamedTuple):
-    """One attempt of one request: its name, its pages, the previous attempt (or -1), and the slot of its lease word.
+    """One attempt of one request: its name, its pages, the previous attempt (or -1), and the index of its lease word.
     With an earlier stretch, `pages` counts the pages of the whole prompt. This stretch then brings the pages that the
     earlier stretch has not brought.
     """
@@ -18,8 +18,8 @@ class Part(NamedTuple):
     name: str
     pages: int
     before: int = -1
-    slot: int = 0
-    source: int = 0  # The source that has the slot and the pages: P or Q.
+    word: int = 0
+    source: int = 0  # The source that has the word and the pages: P or Q.
     head: int = -1  # The index of the earlier stretch of the same prompt, or -1.
     front: int = -1  # The index of the front of the same import, or -1. Front and back are read at the same time.
 
@@ -70,8 +70,8 @@ ASSUMPTIONS = {
 }
 
 
-_A, _B = Part("A", 2, slot=0), Part("B", 1, slot=1)
-_AGAIN = Part("A again", 2, before=0, slot=2)
+_A, _B = Part("A", 2, word=0), Part("B", 1, word=1)
+_AGAIN = Part("A again", 2, before=0, word=2)
 _STRETCHES = (Part("A's head", 1), Part("A's tail", 2, source=1, head=0))
 _PARTS = (Part("A's front", 1), Part("A's back", 1, source=1, front=0))
 _ELSEWHERE = (Part("A", 1), Part("A again", 1, before=0, source=1))
@@ -113,7 +113,7 @@ _MORTAL = _PAIR._replace(crashes=1)
 _READERS = Cast("1 request, 2 readers", Shape(1, _TWO, 3), (_A,))
 _ATTEMPTS = Cast("2 attempts, 1 reader", Shape(1, _ONE, 4), (_A, _AGAIN))
 _RANKS = Cast("1 request, 2 source ranks", Shape(2, ((0, 1),), 3), (_A,))
-_REQUESTS = Cast("2 requests, 1 reader", Shape(1, _ONE, 3), (Part("A", 2, slot=0), Part("B", 2, slot=1)))
+_REQUESTS = Cast("2 requests, 1 reader", Shape(1, _ONE, 3), (Part("A", 2, word=0), Part("B", 2, word=1)))
 _ASKED = Cast("by content", Shape(1, _ONE, 3, by_content=True), (_A,))
 _TIERS = Cast("by content, lower tiers", Shape(1, _ONE, 3, by_content=True, tiers=True), (_A,))
 _PROMPT = Cast("2 stretches, 2 sources", Shape(1, _ONE, 3, by_content=True), _STRETCHES)

@@ -158,9 +158,9 @@ class Engine:
     def overs(self) -> list[LeaseOver]:
         return self.of(LeaseOver)
 
-    def offer(self, request_id: str = "r", slot: int = 0, duration_s: float = 30.0, **options: Any) -> LeaseRef:
+    def offer(self, request_id: str = "r", word_idx: int = 0, duration_s: float = 30.0, **options: Any) -> LeaseRef:
         """Returns an open lease."""
-        lease = LeaseRef(new_lease_id(), slot, duration_s)
+        lease = LeaseRef(new_lease_id(), word_idx, duration_s)
         self.replica.offer(LeaseOffer(request_id, lease, **options))
         self.take()
         assert self.of(Offered)[-1] == Offered(request_id, lease.lease_id, "")

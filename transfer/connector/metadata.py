@@ -43,7 +43,7 @@ class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A lease on a request's pages, which the workers are asked to grant.
 
     Attributes:
-        lease: its new id, its free slot, and its duration in seconds.
+        lease: its new id, its free lease word, and its duration in seconds.
         engines: how many reading engines must finish before the lease ends.
         running: True if prefill is still computing the request. In this case, the lease's clock starts only when
             `reqs_computed` names the request.

@@ -19,7 +19,7 @@ from transfer.connector.config import GroupConfig, WorkerConfig, check_config, c
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, Progress, SendRequest, WorkerOutput, as_blocks
 from transfer.connector.transfer_params import TransferParams, params_of, pointer_in, read_params
 from transfer.errors import HandshakeError, InvalidLeaseError, InvalidTransferError, TransferParamsError
-from transfer.pull.lease import LEASE_SLOTS, LeaseRef, LeaseSlots
+from transfer.pull.lease import LEASE_WORDS, LeaseRef, LeaseWords
 from transfer.wire.handshake import EngineCard, HandshakeServer, differences
 from transfer.wire.keys import Keyring
 from transfer.wire.messages import LeasedPages, LeaseQuery, LeaseRefusal, LeaseReply, Wanted, sealed_pages
@@ -101,7 +101,7 @@ class Offer:
             engine_id=config.engine_id,
             incarnation=config.incarnation,
             lease_id=self.lease.lease_id,
-            slot=self.lease.slot,
+            word_idx=self.lease.word_idx,
             duration_s=self.lease.duration_s,
             num_tokens=held.num_tokens,
             block_ids=held.block_ids,
@@ -153,12 +153,12 @@ class NixlConnectorScheduler(Uncopied):
         self._key, self._keyring = fleet_keys(where, config.secret, config.key, keyring)
         self._server: HandshakeServer | None = None
         self._metadata = ConnectorMetadata()
-        self._slots = LeaseSlots()
+        self._words = LeaseWords()
         self._offers: dict[str, Offer] = {}
         self._by_lease: dict[int, Offer] = {}
         self._loads: dict[str, _Load] = {}
         self._weights: dict[int, dict[str, str]] = {}  # by rank: the weights that it has reported last
-        self._refusals: deque[LeaseRefusal] = deque(maxlen=LEASE_SLOTS)  # written by the handshake server's thread
+        self._refusals: deque[LeaseRefusal] = deque(maxlen=LEASE_WORDS)  # written by the handshake server's thread
 
     def set_handshake_metadata(self, ranks: Mapping[int, bytes], fingerprint: Mapping[str, str] | None = None) -> str:
         """Starts to answer handshakes for the engine. Returns the endpoint for readers.
@@ -223,13 +223,13 @@ class NixlConnectorScheduler(Uncopied):
             block_ids: the blocks of each group. They are needed only if the config turns page checks on.
 
         Raises:
-            InvalidLeaseError: the request already has a lease, or no slot is free.
+            InvalidLeaseError: the request already has a lease, or no lease word is free.
         """
         if request_id in self._offers:
             raise InvalidLeaseError(f"request {request_id!r}: its lease has not ended on every rank yet")
-        lease = self._slots.take(self.config.timing.lease)
+        lease = self._words.take(self.config.timing.lease)
         if lease is None:
-            raise InvalidLeaseError(f"request {request_id!r}: all {LEASE_SLOTS} lease slots are taken")
+            raise InvalidLeaseError(f"request {request_id!r}: all {LEASE_WORDS} lease words are taken")
         offer = Offer(request_id, lease, self.config.ranks, engines=engines)
         self._offers[request_id] = self._by_lease[lease.lease_id] = offer
         self._metadata.reqs_to_send[request_id] = SendRequest(
@@ -517,7 +517,7 @@ class NixlConnectorScheduler(Uncopied):
             offer.reason = reason
         if len(offer.over) == self.config.ranks:
             del self._offers[request_id], self._by_lease[offer.lease.lease_id]
-            self._slots.give_back(offer.lease)
+            self._words.give_back(offer.lease)
             progress.sent[request_id] = offer.reason
 
     def _book_loads(self, rank: int, output: WorkerOutput, progress: Progress) -> None:

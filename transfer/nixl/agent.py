@@ -31,7 +31,7 @@ Descriptors: TypeAlias = "npt.NDArray[np.uint64]"
 """uint64 `[runs, 3]`: address, bytes and device of each run."""
 
 RunList: TypeAlias = "Descriptors | list[tuple[int, int, int]]"
-"""`Descriptors`, or a list if there are few runs, because creating an array takes 2 µs."""
+"""`Descriptors`, or a list if there are few runs, because a list is quicker to create."""
 
 BACKGROUND_RUNS = 128
 """Transfers of at least this many runs are copied by a NIXL thread. Smaller ones are copied by the posting thread."""
@@ -102,7 +102,7 @@ class Agent:
     """One NIXL agent over any number of regions. Single-threaded. Raises `AgentError` if NIXL refuses or fails.
 
     A transfer is described by arrays of addresses. NIXL can also prepare lists of descriptors in advance. For pages
-    this does not pay: it would save only 16 ns of the 1.3 to 2.2 µs that it takes to post a descriptor. The lists would
+    this does not pay: it would save only a hundredth of the time that it takes to post a descriptor. The lists would
     have to describe the whole pool at first contact, and would be lost with each connection. Adjacent pages of a
     request could not be joined into one descriptor. `read_word` does use prepared lists: it reads the same words
     repeatedly, one at a time, and a list of one word saves a third of the time of the call.
@@ -159,7 +159,7 @@ class Agent:
                 self._agent.create_backend(plugin, params)
                 self.backend = int(self._agent.backends[plugin])
         # `post` calls the bindings directly, because NIXL's Python wrappers first check the type of each argument,
-        # which takes 3 of 11 µs. The bindings' agent object is not stored here: it is destroyed with its last
+        # which takes a quarter of the call. The bindings' agent object is not stored here: it is destroyed with its last
         # reference, and `close` must be able to destroy it.
         bindings: Any = importlib.import_module("nixl._bindings")
         self._descriptors, self._ended = bindings.nixlXferDList, bindings.NIXL_SUCCESS
@@ -241,8 +241,8 @@ class Agent:
         """
         here, there = memory_types or (self.memory_type, self.memory_type)
         agent, bound = self._agent, self._agent.agent
-        # `nixl_errors` is not used here. A READ of one page takes 10 µs, and two context managers and their messages
-        # would add another 4 µs.
+        # `nixl_errors` is not used here, because two context managers and their messages would add a third to the time
+        # of a small READ.
         try:
             local_list = self._descriptors(agent.nixl_mems[here.value], local)
             remote_list = self._descriptors(agent.nixl_mems[there.value], remote)

@@ -115,7 +115,7 @@ class Plan:
                 for ours, theirs in zip(*pairs, strict=True):
                     local, remote = first_local + ours * local_page, first_remote + theirs * remote_page
                     if local == our_end and remote == their_end and joined + length <= LONGEST_RUN:
-                        # pages that are adjacent on both sides are one run, because NIXL takes 2 to 4 µs for each run
+                        # pages that are adjacent on both sides are one run, because each run costs time in NIXL
                         joined += length
                         here[-1], there[-1] = (here[-1][0], joined, our_device), (there[-1][0], joined, their_device)
                     else:

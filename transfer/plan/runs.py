@@ -92,8 +92,8 @@ def keep_memory() -> None:
 
     glibc maps each block above a threshold anew, and the page faults of 131,072 descriptors take ten times as long as
     their arithmetic (5.7 ms against 0.55 ms). It raises the threshold to the largest block that it has seen freed, up
-    to 32 MiB. This function therefore allocates and frees one such block. The block is never touched, so this takes
-    microseconds. (`mallopt` would fix the threshold and turn off that adaptation for the whole program.)
+    to 32 MiB. This function therefore allocates and frees one such block. The block is never touched, so this is
+    quick. (`mallopt` would fix the threshold and turn off that adaptation for the whole program.)
     """
     np.empty(_LARGEST_BLOCK, np.uint8)
 

@@ -24,9 +24,8 @@ from transfer.plan.runs import PagePairs, Runs, concatenated, no_runs, runs_of_t
 Bytes: TypeAlias = NDArray[np.uint8]
 
 
-# Costs of a transfer between two processes of one host, fitted by `python -m benchmarks.plan` and rounded. Three
-# measurements on a busy machine gave these ranges, in the order of the constants: 2.6 to 2.8 µs, 8.7 to 10.4 GB/s, 3.1
-# to 3.8 ns, and 9.2 to 12.2 GB/s. A run below about 28 KB thus costs more on the wire than in a copy.
+# Costs of a transfer between two processes of one host, fitted by `python -m benchmarks.plan` and rounded. A run
+# below about 28 KB thus costs more on the wire than in a copy.
 _RUN_US = 2.6  # cost of one run on the wire, whatever its length: the time of a system call
 _WIRE_GBPS = 10.0
 _COPY_RUN_NS = 3.5  # cost of one run in a strided copy

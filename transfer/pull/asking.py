@@ -186,7 +186,7 @@ class PageAsks:
         if not any(pages.block_ids) and not pages.num_tokens:
             self._end(ask)
             return
-        source = Source(*ask.contact, LeaseRef(pages.lease_id, pages.slot, pages.duration_s), pages.incarnation)
+        source = Source(*ask.contact, LeaseRef(pages.lease_id, pages.word_idx, pages.duration_s), pages.incarnation)
         size = pages.num_tokens // ask.query.page_size * len(pages.prompt_digest)
         # the digests of the leased pages; empty if the source leased more pages than the query asked for
         digests = ask.digests[:size] if size <= len(ask.digests) else b""

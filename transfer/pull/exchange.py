@@ -34,7 +34,7 @@ from transfer.pull.exchange_checks import (
     check_source,
     check_text,
 )
-from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS, LeaseRef, LeaseSlots, new_lease_id
+from transfer.pull.lease import LEASE_WORDS, LENT_WORDS, LeaseRef, LeaseWords, new_lease_id
 from transfer.pull.lending import LENT_S, PageLending
 from transfer.pull.page_owner import PageOwner, PendingPages
 from transfer.pull.pull_state import PullEvent
@@ -83,9 +83,9 @@ class PageExchange(Uncopied):
     their request. The pages that a pull writes belong to the pull until none of its READs is in flight, whatever
     happens to the import. In both cases `poll` then releases the pages.
 
-    The thread that runs the scheduler may call every method at any time. Only `wait`, `seal` and `close` block. A small
-    pull (up to 1 MiB, from a known source) is read within the call that requests it, because waking the transfer thread
-    would take longer.
+    The thread that runs the scheduler may call every method at any time. Only `wait`, `record_checksums` and
+    `close` block. A small pull (up to 1 MiB, from a known source) is read within the call that requests it, because
+    waking the transfer thread would take longer.
 
     Args:
         manager: the manager whose pages are leased and filled. Its tensors must stay alive until `close`.
@@ -150,7 +150,7 @@ class PageExchange(Uncopied):
         self._manager = manager
         self._names = [f"{name}/{replica}" for replica in range(manager.num_replicas)]
         self.threads: list[TransferThread] = []
-        self._slots, self._lent_slots = list[LeaseSlots](), list[LeaseSlots]()
+        self._words, self._lent_words = list[LeaseWords](), list[LeaseWords]()
         self._leases: list[dict[int, tuple[LeaseRef, Any]]] = []  # for each replica: its leases, by lease id
         self._pulls: dict[tuple[int, str], Any] = {}  # by replica and key: the copiers of open pulls
         self._happened: list[ExchangeEvent] = []  # events that were taken from a thread when it was closed
@@ -206,8 +206,8 @@ class PageExchange(Uncopied):
             for rank in ranks:
                 rank.close()
             raise
-        self._slots.append(LeaseSlots())
-        self._lent_slots.append(LeaseSlots(range(LEASE_SLOTS, LEASE_SLOTS + LENT_SLOTS)))
+        self._words.append(LeaseWords())
+        self._lent_words.append(LeaseWords(range(LEASE_WORDS, LEASE_WORDS + LENT_WORDS)))
         self._leases.append({})
         sealed = tuple(rank.metadata for rank in ranks)
         lent = partial(self.lending.answer, replica)
@@ -237,7 +237,7 @@ class PageExchange(Uncopied):
     # ---- leases
 
     def offer(self, request_id: str, duration_s: float, *, running: bool = False) -> Source | None:
-        """Leases the pages that a claimed request computes. Returns None if every lease slot is taken.
+        """Leases the pages that a claimed request computes. Returns None if every lease word is taken.
 
         The `Offered` event reports that the lease was granted. Only after this event may the returned `Source` be sent
         to the reader, together with a block table that the manager made after this call. A block table carries the
@@ -260,12 +260,12 @@ class PageExchange(Uncopied):
         number("duration_s", duration_s, error=InvalidLeaseError)
         lease_id = new_lease_id()
         held = self._manager.lease(request_id, seal=partial(self._seals.seal, lease_id))
-        return self._grant(held, self._slots, lease_id, request_id, duration_s, running=running)
+        return self._grant(held, self._words, lease_id, request_id, duration_s, running=running)
 
     def _grant(
         self,
         held: Any,
-        slots: list[LeaseSlots],
+        words: list[LeaseWords],
         lease_id: int,
         name: str,
         duration_s: float,
@@ -273,13 +273,13 @@ class PageExchange(Uncopied):
         running: bool,
         pages: Sequence[Sequence[int]] | None = None,
     ) -> Source | None:
-        """Requests a lease on pages that the manager holds. If no slot is free, ends the hold and returns None."""
+        """Requests a lease on pages that the manager holds. If no word is free, ends the hold and returns None."""
         replica: int = held.replica_idx
         with ExitStack() as undo:
             undo.callback(self._manager.end_lease, held)
-            if (lease := slots[replica].take(duration_s, lease_id)) is None:
+            if (lease := words[replica].take(duration_s, lease_id)) is None:
                 return None
-            undo.callback(slots[replica].give_back, lease)
+            undo.callback(words[replica].give_back, lease)
             self.threads[replica].offer(LeaseOffer(name, lease, pages=pages, running=running))
             undo.pop_all()
         self._leases[replica][lease.lease_id] = (lease, held)
@@ -287,16 +287,16 @@ class PageExchange(Uncopied):
 
     def _grant_lent(self, held: Any, table: BlockTable) -> Source | None:
         pages = table.groups if self._verify else None
-        slots, name = self._lent_slots, table.request_id
-        return self._grant(held, slots, new_lease_id(), name, LENT_S, running=False, pages=pages)
+        words, name = self._lent_words, table.request_id
+        return self._grant(held, words, new_lease_id(), name, LENT_S, running=False, pages=pages)
 
-    def seal(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
+    def record_checksums(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
         """Records the checksums of computed pages if readers verify them. `pages` has the page ids of each group.
 
         Blocks until the checksums are recorded.
         """
         if self._verify:
-            self._thread(replica).call(lambda transfers: [rank.seal(pages) for rank in transfers.ranks])
+            self._thread(replica).call(lambda transfers: [rank.record_checksums(pages) for rank in transfers.ranks])
 
     def start_clock(self, source: Source) -> None:
         """Starts the clock of a lease that was offered with `running`, once all its pages are computed.
@@ -527,10 +527,10 @@ class PageExchange(Uncopied):
         return None
 
     def _end_lease(self, replica: int, lease_id: int) -> None:
-        """Frees the slot and pages of a lease whose word is cleared on every rank, or that was never granted."""
+        """Frees the word and the pages of a lease whose word is cleared on every rank, or that was never granted."""
         lease, held = self._leases[replica].pop(lease_id)
-        slots = self._lent_slots if lease.slot in self._lent_slots[replica].slots else self._slots
-        slots[replica].give_back(lease)
+        words = self._lent_words if lease.word_idx in self._lent_words[replica].words else self._words
+        words[replica].give_back(lease)
         self._manager.end_lease(held)
 
     def wait(self, replica: int, timeout_s: float) -> None:

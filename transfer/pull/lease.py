@@ -37,9 +37,9 @@ from transfer.wire.messages import ReaderNote
 CLEARED = 0
 """What a lease word holds while there is no lease. No lease has this id."""
 
-LEASE_SLOTS = 4096
+LEASE_WORDS = 4096
 """How many leases this process's own requests may have at the same time."""
-LENT_SLOTS = 1024
+LENT_WORDS = 1024
 """How many leases on pages that readers asked for by content may exist at the same time.
 
 The words of these leases follow the words of the leases of our own requests. A reader that asks by content can
@@ -77,51 +77,51 @@ def new_lease_id() -> int:
 
 
 class LeaseRef(NamedTuple):
-    """A lease as its readers know it: its id, the slot of its word, and the duration of a renewal in seconds."""
+    """A lease as its readers know it: its id, the index of its word, and the duration of a renewal in seconds."""
 
     lease_id: Annotated[int, Meta(ge=1)]
-    slot: Annotated[int, Meta(ge=0)]
+    word_idx: Annotated[int, Meta(ge=0)]
     duration_s: Annotated[float, Meta(gt=0, le=1e6)]
 
 
-class LeaseSlots:
-    """The free lease slots of an engine. All its ranks use the same slots, so slots are allocated here for all ranks.
+class LeaseWords:
+    """The free lease words of an engine. All its ranks use the same words, so words are allocated here for all ranks.
 
     Args:
-        slots: the slots to allocate from.
+        words: the words to allocate from.
 
     Examples:
-        >>> slots = LeaseSlots(range(1))
-        >>> lease = slots.take(duration_s=10.0, lease_id=7)
+        >>> words = LeaseWords(range(1))
+        >>> lease = words.take(duration_s=10.0, lease_id=7)
         >>> lease
-        LeaseRef(lease_id=7, slot=0, duration_s=10.0)
-        >>> slots.take(duration_s=10.0) is None  # no slot is free
+        LeaseRef(lease_id=7, word_idx=0, duration_s=10.0)
+        >>> words.take(duration_s=10.0) is None  # no word is free
         True
-        >>> slots.give_back(lease)
+        >>> words.give_back(lease)
     """
 
-    def __init__(self, slots: range = range(LEASE_SLOTS)) -> None:
-        self.slots = slots
-        self._free = list(slots)
+    def __init__(self, words: range = range(LEASE_WORDS)) -> None:
+        self.words = words
+        self._free = list(words)
 
     def take(self, duration_s: float, lease_id: int | None = None) -> LeaseRef | None:
-        """Returns a lease in the lowest free slot, with a new id or the given one. Returns None if no slot is free."""
+        """Returns a lease at the lowest free word, with a new id or the given one. Returns None if no word is free."""
         if not self._free:
             return None
         return LeaseRef(new_lease_id() if lease_id is None else lease_id, heapq.heappop(self._free), duration_s)
 
     def give_back(self, lease: LeaseRef) -> None:
-        """Frees the slot of a lease whose word is cleared on every rank, or that was never granted."""
-        heapq.heappush(self._free, lease.slot)
+        """Frees the word of a lease, once it is cleared on every rank, or that was never granted."""
+        heapq.heappush(self._free, lease.word_idx)
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One lease, which all ranks of a source grant under the same id and slot."""
+    """One lease, which all ranks of a source grant under the same id and word."""
 
     lease_id: int  # random, 64 bits; the lease word holds the same number
     request_id: str  # the source's name for the request whose pages are held
-    slot: int  # index of the lease word
+    word_idx: int  # index of the lease word
     duration_s: float  # the duration of a grant and of each renewal
     engines: int  # how many reading engines must finish before the lease ends
     # When the lease expires, by the clock of its `LeaseBook`; a renewal extends it. Inf if the clock has not started.
@@ -152,7 +152,7 @@ class LeaseBook:
     lease. It ends on all local ranks at once.
 
     Args:
-        words: uint64 `[slots]` for each local rank, from `make_words`: the lease words. They must be registered, and
+        words: uint64 `[words]` for each local rank, from `make_words`: the lease words. They must be registered, and
             must stay mapped as long as any peer is alive.
         clock: a monotonic clock, in seconds. Deadlines are only used in this process; peers are told durations.
         longest: the longest lifetime of a renewed lease, as a multiple of its duration.
@@ -170,12 +170,12 @@ class LeaseBook:
         longest: float = 20,
     ) -> None:
         self.words = words
-        self._num_slots = min(map(len, words))
+        self._num_words = min(map(len, words))
         self.counts: Counter[Verdict] = Counter()
         self._clock = clock
         self._longest = longest
         self._by_id: dict[int, Lease] = {}
-        self._slots: dict[int, Lease] = {}
+        self._by_word: dict[int, Lease] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._next_deadline = math.inf
 
@@ -186,7 +186,7 @@ class LeaseBook:
         self,
         lease_id: int,
         request_id: str,
-        slot: int,
+        word_idx: int,
         duration_s: float,
         *,
         engines: int = 1,
@@ -197,22 +197,24 @@ class LeaseBook:
         `ReplicaTransfer.offer` describes the arguments. The caller holds the pages until the lease has ended.
 
         Raises:
-            InvalidLeaseError: (a ValueError) the id or slot is taken or out of range, or the duration is invalid.
+            InvalidLeaseError: (a ValueError) the id or the word is taken or out of range, or the duration is invalid.
         """
         lease = f"request {request_id!r}: lease {lease_id:#018x}"
         if not CLEARED < lease_id < 1 << 64 or lease_id in self._by_id:
             raise InvalidLeaseError(f"{lease}: its id is taken, or is not a 64-bit number above 0")
-        if not 0 <= slot < self._num_slots or slot in self._slots:
-            raise InvalidLeaseError(f"{lease}: slot {slot} is taken, or outside of 0 to {self._num_slots - 1}")
+        if not 0 <= word_idx < self._num_words or word_idx in self._by_word:
+            raise InvalidLeaseError(f"{lease}: word {word_idx} is taken, or outside of 0 to {self._num_words - 1}")
         if not 0 < duration_s < math.inf or engines < 1:
             raise InvalidLeaseError(
                 f"{lease}: its duration is {duration_s} s for {engines} engines; both must be above 0"
             )
-        granted = self._by_id[lease_id] = self._slots[slot] = Lease(lease_id, request_id, slot, duration_s, engines)
+        granted = self._by_id[lease_id] = self._by_word[word_idx] = Lease(
+            lease_id, request_id, word_idx, duration_s, engines
+        )
         if not running:
             self.start_clock(lease_id)
         for words in self.words:
-            words[slot] = lease_id
+            words[word_idx] = lease_id
         return granted
 
     def start_clock(self, lease_id: int) -> None:
@@ -294,9 +296,9 @@ class LeaseBook:
     def _end(self, lease: Lease, reason: str) -> Lease:
         # the words are cleared first, so that from now on no fence accepts pages read under the lease
         for words in self.words:
-            words[lease.slot] = CLEARED
+            words[lease.word_idx] = CLEARED
         lease.ended = reason
-        del self._by_id[lease.lease_id], self._slots[lease.slot]
+        del self._by_id[lease.lease_id], self._by_word[lease.word_idx]
         self._ended[lease.lease_id] = None
         if len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)
@@ -306,16 +308,16 @@ class LeaseBook:
         """Checks that the lease words and all records of the leases agree.
 
         Raises:
-            InvalidLeaseError: a word does not hold the id of the lease in its slot, or an ended lease is recorded as
+            InvalidLeaseError: a word does not hold the id of its lease, or an ended lease is recorded as
                 open.
         """
-        expected = np.zeros(self._num_slots, np.uint64)
-        for slot, lease in self._slots.items():
-            expected[slot] = lease.lease_id
-            if lease.slot != slot or lease.ended or self._by_id.get(lease.lease_id) is not lease:
+        expected = np.zeros(self._num_words, np.uint64)
+        for word_idx, lease in self._by_word.items():
+            expected[word_idx] = lease.lease_id
+            if lease.word_idx != word_idx or lease.ended or self._by_id.get(lease.lease_id) is not lease:
                 raise InvalidLeaseError(
                     f"request {lease.request_id!r}: lease {lease.lease_id:#018x} is recorded inconsistently"
                 )
         wrong = np.flatnonzero(np.any([words != expected for words in self.words], axis=0))
-        if wrong.size or len(self._slots) != len(self._by_id):
+        if wrong.size or len(self._by_word) != len(self._by_id):
             raise InvalidLeaseError(f"lease words {wrong[:8].tolist()} do not hold the ids of their leases")

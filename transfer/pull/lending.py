@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from kvcache.errors import BlockTableMismatchError, KVCacheError
 from kvcache.layout import kv_kind
 from kvcache.replica.block_table import BlockTable, PageDigests
-from transfer.pull.lease import LENT_SLOTS
+from transfer.pull.lease import LENT_WORDS
 from transfer.pull.page_owner import PageOwner
 from transfer.pull.replica import LeaseOver, Offered
 from transfer.pull.seals import TableSeals
@@ -61,7 +61,7 @@ class PageLending:
 
     Any thread may call `answer`. Only the serving loop may make the other calls. For each query, `ring` is called on
     the handshake server's thread; it must make the serving loop call `poll`. `grant` requests a lease, given the
-    manager's hold on the pages and their block table; it returns None if every lease slot is taken. `key` is the key of
+    manager's hold on the pages and their block table; it returns None if every lease word is taken. `key` is the key of
     the digests that authenticate the answers, and `seals` seals lent tables.
 
     Requests of this process take precedence over readers. Therefore at most the fraction `share` of a replica's token
@@ -91,7 +91,7 @@ class PageLending:
         self._most = int(share * (manager.total_num_pages // manager.num_replicas))
         # Each lease takes one page of every further group, so the smallest of these groups limits the number of leases.
         self._most_leases = [
-            min((int(share * group.num_pages) for group in groups), default=LENT_SLOTS)
+            min((int(share * group.num_pages) for group in groups), default=LENT_WORDS)
             for groups in manager.further_groups
         ]
         self._key, self._seals = key, seals
@@ -235,7 +235,7 @@ class PageLending:
             engine_id=query.engine_id,
             incarnation="-" if source is None else source.incarnation,
             lease_id=0 if source is None else source.lease.lease_id,
-            slot=0 if source is None else source.lease.slot,
+            word_idx=0 if source is None else source.lease.word_idx,
             duration_s=LENT_S,
             num_tokens=pages * query.page_size,
             block_ids=((),) if table is None else table.groups,

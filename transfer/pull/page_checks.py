@@ -41,7 +41,7 @@ class PageChecks:
     """The checksums of one shard's pages, and the words that hold them. Each box of a page must be one run of bytes.
 
     Attributes:
-        words: uint64 `[num_pages]` for each group: the checksum of each page at the last call to `seal` for that page.
+        words: uint64 `[num_pages]` for each group: the checksum of each page at its last call to `record`.
             The words must be registered.
 
     Raises:
@@ -54,7 +54,7 @@ class PageChecks:
             [_view(number, box, group, bases) for box in group.boxes] for number, group in enumerate(layout.groups)
         ]
 
-    def seal(self, group: int, pages: ArrayLike) -> None:
+    def record(self, group: int, pages: ArrayLike) -> None:
         """Records the checksums of pages, which must not be written after this call."""
         ids = self._ids(group, pages)
         self.words[group][ids] = self._sums(group, ids)

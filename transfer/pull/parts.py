@@ -1,7 +1,7 @@
 """Parts of a pull: the runs from one rank of the source, and the transfers that they are split into.
 
 Between processes of one host, the processor copies the bytes of a READ. A transfer with few runs is copied by the
-thread that posts it, and a transfer with more runs by a NIXL thread. The NIXL thread takes 50 µs to wake and copies one
+thread that posts it, and a transfer with more runs by a NIXL thread. The NIXL thread takes time to wake and copies one
 transfer at a time: a second post waits until the NIXL thread is free. Therefore each source has at most one transfer on
 the NIXL thread, with at most half of the remaining runs. Meanwhile the polling thread copies the other runs in small
 pieces. Between two pieces, it serves peers and other pulls. After an error or a cancellation, the pull ends when its
@@ -20,10 +20,7 @@ from transfer.nixl.agent import BACKGROUND_RUNS, RunList
 from transfer.plan.runs import LONGEST_RUN
 
 FOREGROUND_BYTES = 16 << 20
-"""In bytes: the largest transfer that the polling thread copies, in about 1.5 ms.
-
-A transfer and the poll around it cost 15 to 90 µs, depending on the caches.
-"""
+"""In bytes: the largest transfer that the polling thread copies, in about 1.5 ms."""
 BACKGROUND_BYTES = 128 << 20
 """In bytes: the largest transfer that NIXL's thread copies, in about 12 ms.
 
@@ -32,7 +29,7 @@ A larger one would save only few wake-ups, and delay the end of a failed pull.
 _FOR_TWO = 32 << 20
 """In bytes: the runs of a part of at least this size are split, so that two threads can copy the part.
 
-A run costs 2 µs, and copying these bytes takes 2.5 ms.
+Copying these bytes takes a thousand times as long as a further run.
 """
 _SHORTEST_CUT = 128 << 10
 

@@ -44,11 +44,11 @@ Together they have 32 MiB on the wire, besides the background transfer.
 class Puller:
     """The pulls of one rank. Single-threaded: the thread that owns the agents makes all calls.
 
-    `identity` is the engine id, the rank and the number of ranks. Notes to sources carry these values. `slots` is the
+    `identity` is the engine id, the rank and the number of ranks. Notes to sources carry these values. `words` is the
     largest number of lease words that can be read at the same time.
 
     Attributes:
-        words: uint64 `[slots]`, the buffer into which fences read lease words. It must be registered with every agent.
+        words: uint64 `[words]`, the buffer into which fences read lease words. It must be registered with every agent.
         events: outcomes of pulls. The owner removes them.
         ended: records of successful pulls. The owner removes them.
         num_posted: number of READs (of pages or of lease words) that were still in flight when the call that posted
@@ -62,16 +62,16 @@ class Puller:
         identity: tuple[str, int, int],
         *,
         memory_type: MemoryType = MemoryType.DRAM,
-        slots: int = 1024,
+        words: int = 1024,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.words = make_words(slots)
+        self.words = make_words(words)
         self.events: deque[PullEvent] = deque()
         self.ended: deque[PullRecord] = deque(maxlen=4096)
         self._identity = identity
         self._memory_type, self._clock = memory_type, clock
         self._address = self.words.ctypes.data
-        self._free = list(range(slots))
+        self._free = list(range(words))
         self._spoken: dict[RemoteEngine, float] = {}  # by source: when a message was last sent to it
         # How the leases have ended that this rank has lately read or given back, for the message of a later pull.
         self._said: OrderedDict[int, str] = OrderedDict()
@@ -147,17 +147,17 @@ class Puller:
         started = self._spoken[engine] = self._clock()
         agent, there, begin = engine.agent, engine.ranks[part.rank], time.perf_counter()
         reading = fencing = error = None
-        post_s, slot = 0.0, -1
+        post_s, word_idx = 0.0, -1
         try:
             reading = agent.read(there.agent_name, part.local, part.remote, (self._memory_type, there.memory_type))
             post_s = time.perf_counter() - begin
             if reading is None and self._free:  # if no word is free, another pull's fence must end first
-                slot = self._cleared()
-                fencing = agent.read_word(there.agent_name, *self._word(slot, there, lease), self._done(lease))
+                word_idx = self._cleared()
+                fencing = agent.read_word(there.agent_name, *self._word(word_idx, there, lease), self._done(lease))
         except AgentError as failed:
             error = failed
-        if slot >= 0 and fencing is None and error is None and self.words.item(slot) == lease.lease_id:
-            self._free.append(slot)
+        if word_idx >= 0 and fencing is None and error is None and self.words.item(word_idx) == lease.lease_id:
+            self._free.append(word_idx)
             now = self._clock()
             self._remember(lease, _READ)
             self.ended.append(PullRecord(part.num_bytes, len(part.local), post_s, now - started))
@@ -168,12 +168,12 @@ class Puller:
         if reading is not None:
             self._in_flight(pull, reading, part)
         if error is not None:
-            self._free += [slot] * (slot >= 0)
+            self._free += [word_idx] * (word_idx >= 0)
             self._on_error(pull, error)
         elif fencing is not None:
-            self._fence_in_flight(pull, fencing, part.rank, slot)
-        elif slot >= 0:
-            self._holds(pull, part.rank, slot)
+            self._fence_in_flight(pull, fencing, part.rank, word_idx)
+        elif word_idx >= 0:
+            self._holds(pull, part.rank, word_idx)
         self._advance(pull)
         return pull
 
@@ -301,8 +301,8 @@ class Puller:
         pull.reading.append((handle, part))
         self.num_posted += 1
 
-    def _fence_in_flight(self, pull: RankPull, handle: Handle, rank: int, slot: int) -> None:
-        pull.fencing.append((handle, rank, slot))
+    def _fence_in_flight(self, pull: RankPull, handle: Handle, rank: int, word_idx: int) -> None:
+        pull.fencing.append((handle, rank, word_idx))
         self.num_posted += 1
 
     def _collect_reads(self, pull: RankPull) -> None:
@@ -351,16 +351,16 @@ class Puller:
         if self.timed and pull.read_ranks:
             pull.fence_at = self._clock()
         for rank in sorted(pull.read_ranks):
-            slot, there = self._cleared(), pull.engine.ranks[rank]
+            word_idx, there = self._cleared(), pull.engine.ranks[rank]
             try:
-                handle = pull.agent.read_word(there.agent_name, *self._word(slot, there, pull.lease), note)
+                handle = pull.agent.read_word(there.agent_name, *self._word(word_idx, there, pull.lease), note)
             except AgentError as error:
-                self._free.append(slot)
+                self._free.append(word_idx)
                 self._on_error(pull, error)
                 return
             if handle is not None:
-                self._fence_in_flight(pull, handle, rank, slot)
-            elif not self._holds(pull, rank, slot):
+                self._fence_in_flight(pull, handle, rank, word_idx)
+            elif not self._holds(pull, rank, word_idx):
                 return
         if not pull.fencing:
             self._passed(pull)
@@ -370,13 +370,13 @@ class Puller:
 
         If the READ of a lease word then delivers nothing, the cleared word holds no lease id, and the pull fails.
         """
-        slot = self._free.pop()
-        self.words[slot] = CLEARED
-        return slot
+        word_idx = self._free.pop()
+        self.words[word_idx] = CLEARED
+        return word_idx
 
-    def _word(self, slot: int, there: RankMetadata, lease: LeaseRef) -> tuple[int, int]:
-        """Returns the address of the word `slot` of our buffer, and the address of the lease word at the source."""
-        return self._address + slot * WORD_BYTES, there.words_addr + lease.slot * WORD_BYTES
+    def _word(self, word_idx: int, there: RankMetadata, lease: LeaseRef) -> tuple[int, int]:
+        """Returns the address of the word `word_idx` of our buffer, and the address of the lease word at the source."""
+        return self._address + word_idx * WORD_BYTES, there.words_addr + lease.word_idx * WORD_BYTES
 
     def _done(self, lease: LeaseRef) -> bytes:
         return encode_message(self._note(lease, "done"))
@@ -388,21 +388,21 @@ class Puller:
 
     def _collect_fences(self, pull: RankPull) -> None:
         for entry in list(pull.fencing):
-            handle, rank, slot = entry
+            handle, rank, word_idx = entry
             ended, error = is_over(pull.agent, handle)
             if not ended:
                 continue
             pull.fencing.remove(entry)
             if error is not None:
-                self._free.append(slot)
+                self._free.append(word_idx)
                 self._on_error(pull, error)
-            elif self._holds(pull, rank, slot) and not pull.fencing and not pull.error:
+            elif self._holds(pull, rank, word_idx) and not pull.fencing and not pull.error:
                 self._passed(pull)
 
-    def _holds(self, pull: RankPull, rank: int, slot: int) -> bool:
+    def _holds(self, pull: RankPull, rank: int, word_idx: int) -> bool:
         """Returns whether the lease word that was read from a rank holds the lease's id. If not, fails the pull."""
-        word = self.words.item(slot)
-        self._free.append(slot)
+        word = self.words.item(word_idx)
+        self._free.append(word_idx)
         if not pull.marking:
             pull.told.append(rank)
         if word == pull.lease.lease_id:
@@ -410,7 +410,7 @@ class Puller:
         text = (
             f"engine {pull.engine.engine_id!r} rank {rank} no longer held the pages: "
             f"the lease {how_ended(pull.lease, self._said.get(pull.lease.lease_id, ''))}: "
-            f"its lease word {pull.lease.slot} holds {word:#x} instead of {pull.lease.lease_id:#x}"
+            f"its lease word {pull.lease.word_idx} holds {word:#x} instead of {pull.lease.lease_id:#x}"
         )
         self._fail(pull, Failure(FailureKind.LEASE_OVER, text))
         return False

@@ -24,7 +24,7 @@ FIRST_PAUSE_S = 1e-3
 
 The pause doubles each time.
 """
-# Default factories. Calling an alias such as `list[int]` takes 1 µs, and a pull has eight of these fields.
+# Default factories. An alias such as `list[int]` is slow to call, and a pull has eight of these fields.
 _LIST = cast("Callable[[], list[Any]]", list)
 _DEQUE = cast("Callable[[], deque[Any]]", deque)
 
@@ -220,10 +220,10 @@ def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: fl
     if engine.failure:
         lost = f"request {key!r}: engine {engine.engine_id!r} was lost: {engine.failure.text}"
         raise PullFailedError(lost, FailureKind.SOURCE_GONE)
-    if not 0 <= lease.slot < engine.words or not CLEARED < lease.lease_id < 1 << 64:
+    if not 0 <= lease.word_idx < engine.words or not CLEARED < lease.lease_id < 1 << 64:
         raise InvalidTransferError(
-            f"request {key!r}: lease {lease.lease_id:#x} in slot {lease.slot} is invalid: a 64-bit id above 0 is "
-            f"needed, and engine {engine.engine_id!r} has {engine.words} slots"
+            f"request {key!r}: lease {lease.lease_id:#x} in word {lease.word_idx} is invalid: a 64-bit id above 0 is "
+            f"needed, and engine {engine.engine_id!r} has {engine.words} words"
         )
     if not 0 < timeout_s < math.inf or not 0 < lease.duration_s < math.inf:
         raise InvalidTransferError(

@@ -23,7 +23,7 @@ from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.nixl.settings import agreed_settings
 from transfer.plan.boxes import ShardLayout
-from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS, make_words
+from transfer.pull.lease import LEASE_WORDS, LENT_WORDS, make_words
 from transfer.pull.page_checks import PageChecks, Verifier
 from transfer.pull.pull import Puller
 from transfer.pull.remote import RemoteEngine
@@ -32,7 +32,7 @@ from transfer.wire.messages import RankMetadata, ReaderNote, decode_note, open_r
 
 log = logging.getLogger("pagewire.transfer")
 _IN_TURN = 8
-"""How many agents of unused sources are polled in one round, in turn. Polling an agent takes 2 µs."""
+"""How many agents of unused sources are polled in one round, in turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class RankTransfer:
 
     Attributes:
         unmoved: the tensors of the pages, which must stay at the addresses that were registered.
-        words: uint64 `[slots]`, the lease words. The owner's `LeaseBook` writes them.
+        words: uint64 `[words]`, the lease words. The owner's `LeaseBook` writes them.
         puller: the pulls of this rank.
         metadata: the rank's sealed metadata, for the handshake.
 
@@ -145,7 +145,7 @@ class RankTransfer:
         self.memory_type = memory_type
         self.device = memory.device_index
         self.unmoved = Unmoved(memory.tensors)
-        self.words = make_words(LEASE_SLOTS + LENT_SLOTS)
+        self.words = make_words(LEASE_WORDS + LENT_WORDS)
         self._verify = verify
         self._checks = PageChecks(layout, bases) if checks or verify else None
         self._shown_checks = self._checks if checks else None  # the checks that readers may compare
@@ -277,11 +277,11 @@ class RankTransfer:
             self.puller.fail_engine(remote, failure)
             self._retiring.append(remote)
 
-    def seal(self, pages: Sequence[ArrayLike]) -> None:
+    def record_checksums(self, pages: Sequence[ArrayLike]) -> None:
         """Records the checksums of pages, before they are leased. `pages` has the page ids of each group."""
         if self._shown_checks is not None:
             for group, ids in enumerate(pages):
-                self._shown_checks.seal(group, ids)
+                self._shown_checks.record(group, ids)
 
     def poll(self) -> list[ReaderNote | None]:
         """Serves peers and advances pulls. Returns the notes from readers, with None for each malformed note.

@@ -63,7 +63,7 @@ class LeaseOffer(NamedTuple):
 
     Attributes:
         request_id: the request whose pages are leased.
-        lease: the lease to grant, with a new id, a free slot, and the duration that it has without a renewal.
+        lease: the lease to grant, with a new id, a free word, and the duration that it has without a renewal.
         engines: how many reading engines must finish before the lease ends.
         pages: the leased pages of each group, so that readers can verify them. None if no reader does.
         running: True if the request is still being computed, chunk by chunk. The duration of the lease then counts from
@@ -79,7 +79,7 @@ class LeaseOffer(NamedTuple):
 
 _MAX_PAUSE_S = 0.25  # in seconds: the longest pause before a source is asked again; see `ReplicaPull`
 _SMALL_BYTES = 1 << 20
-"""In bytes: a pull up to this size counts as small. Such a pull takes 0.1 to 0.3 ms. On a busy machine, waking a thread
+"""In bytes: a pull up to this size counts as small. On a busy machine, waking a thread
 takes twice as long.
 """
 Event = PullEvent | LeaseOver | Offered
@@ -151,14 +151,14 @@ class ReplicaTransfer:
         engine's block manager does that. For pages of a `PagedKVCacheManager`, use `PageExchange.offer`; the manager
         itself then holds them.
         """
-        request_id, (lease_id, slot, duration_s), engines, pages, running = offer
+        request_id, (lease_id, word_idx, duration_s), engines, pages, running = offer
         failure = ""
         try:
             self._refuse_moved(request_id)
             if pages is not None:
                 for rank in self.ranks:
-                    rank.seal(pages)
-            self.leases.grant(lease_id, request_id, slot, duration_s, engines=engines, running=running)
+                    rank.record_checksums(pages)
+            self.leases.grant(lease_id, request_id, word_idx, duration_s, engines=engines, running=running)
             self._reads_expected += not running
         except TransferError as error:
             failure = str(error)
@@ -283,8 +283,8 @@ class ReplicaTransfer:
     ) -> bool:
         """Runs a small pull if one local rank reads from one rank of the source. Returns whether the pull was begun.
 
-        Such a pull usually ends within this call. Copying a page takes 10 µs, and setting up the state of a normal pull
-        would take five times as long.
+        Such a pull usually ends within this call. Setting up the state of a normal pull would take longer than the copy
+        of a page.
         """
         if len(self.ranks) > 1 or not isinstance(source, Source):
             return False

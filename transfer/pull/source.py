@@ -55,7 +55,7 @@ def source_in(wanted: Wanted, data: bytes, key: bytes) -> tuple[Source, LeasedPa
         MetadataError: the answer was changed on its way, or belongs to another engine or lease.
     """
     pages = open_pages(data, wanted.engine_id, wanted.lease_id, key)
-    lease = LeaseRef(pages.lease_id, pages.slot, pages.duration_s)
+    lease = LeaseRef(pages.lease_id, pages.word_idx, pages.duration_s)
     return Source(wanted.address, wanted.engine_id, lease, pages.incarnation), pages
 
 

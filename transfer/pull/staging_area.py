@@ -1,4 +1,4 @@
-"""The host memory for staged pulls, which is divided into slabs, and the parts of a pull that pass through it."""
+"""The host memory for staged pulls, which is divided into buffers, and the parts of a pull that pass through it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from transfer.plan.boxes import ShardLayout
 from transfer.plan.plan import Plan
 from transfer.pull.parts import Part
 
-SLABS = 4
-SLAB_BYTES = 16 << 20
-"""In bytes. Pages are read into a slab, and are then copied to their pages while other pages are read into
-the next slab.
+BUFFERS = 4
+BUFFER_BYTES = 16 << 20
+"""In bytes. Pages are read into a buffer, and are then copied to their pages while other pages are read into
+the next buffer.
 """
 
 
@@ -33,25 +33,25 @@ class StagingArea:
     """
 
     def __init__(self, layout: ShardLayout, bases: Sequence[int]) -> None:
-        self.num_bytes = SLABS * SLAB_BYTES
+        self.num_bytes = BUFFERS * BUFFER_BYTES
         memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         self.address: int = self._bytes.ctypes.data
         self.regions = [_bytes_at(base, size) for base, size in zip(bases, layout.region_bytes, strict=True)]
-        self._free = list(range(SLABS))
+        self._free = list(range(BUFFERS))
 
     def take(self) -> int | None:
-        """Returns a free slab; None if there is none."""
+        """Returns a free buffer; None if there is none."""
         return self._free.pop() if self._free else None
 
-    def give_back(self, slab: int) -> None:
-        """Frees a slab to which no READ writes any longer."""
-        self._free.append(slab)
+    def give_back(self, buffer: int) -> None:
+        """Frees a buffer to which no READ writes any longer."""
+        self._free.append(buffer)
 
-    def view(self, slab: int) -> NDArray[np.uint8]:
-        """Returns the memory of a slab: uint8 `[SLAB_BYTES]`."""
-        return self._bytes[slab * SLAB_BYTES : (slab + 1) * SLAB_BYTES]
+    def view(self, buffer: int) -> NDArray[np.uint8]:
+        """Returns the memory of a buffer: uint8 `[BUFFER_BYTES]`."""
+        return self._bytes[buffer * BUFFER_BYTES : (buffer + 1) * BUFFER_BYTES]
 
 
 def _bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
@@ -60,12 +60,12 @@ def _bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
 
 
 class StagedPart(Part):
-    """A part that is read into a slab of the staging area, and copied from there to its pages.
+    """A part that is read into a buffer of the staging area, and copied from there to its pages.
 
-    The part can be posted when it has a slab. Before that, its local addresses are offsets from the start of the slab.
+    The part can be posted when it has a buffer. Before that, its local addresses are offsets in the buffer.
     """
 
-    __slots__ = ("_area", "_pages", "_rows", "_slab", "_staging")
+    __slots__ = ("_area", "_buffer", "_pages", "_rows", "_staging")
 
     def __init__(self, area: StagingArea, plan: Plan, group: int, pages: PageCopy) -> None:
         self._staging = plan.staging(group)
@@ -73,30 +73,30 @@ class StagedPart(Part):
         local, remote = runs.descriptors(0, plan.devices[1])
         super().__init__(plan.rank, local, remote, runs.num_bytes, self._move)
         self._rows, self._area, self._pages = local, area, pages
-        self._slab: int | None = None
+        self._buffer: int | None = None
 
     def is_ready(self) -> bool:
-        """Takes a slab. Returns False if none is free."""
-        self._slab = self._area.take()
-        if self._slab is None:
+        """Takes a buffer. Returns False if none is free."""
+        self._buffer = self._area.take()
+        if self._buffer is None:
             return False
-        self._rows[:, 0] += np.uint64(self._area.address + self._slab * SLAB_BYTES)
+        self._rows[:, 0] += np.uint64(self._area.address + self._buffer * BUFFER_BYTES)
         return True
 
     def settle(self) -> None:
-        """Frees the slab. No READ writes to the slab any more."""
-        if self._slab is not None:
-            self._area.give_back(self._slab)
-            self._slab = None
+        """Frees the buffer. No READ writes to the buffer any more."""
+        if self._buffer is not None:
+            self._area.give_back(self._buffer)
+            self._buffer = None
 
     def _move(self) -> None:
-        if self._slab is not None:
+        if self._buffer is not None:
             local, _, tokens = self._pages
-            self._staging.permute(local, tokens, self._area.view(self._slab), self._area.regions)
+            self._staging.permute(local, tokens, self._area.view(self._buffer), self._area.regions)
 
 
 def staged_parts(area: StagingArea, plan: Plan, group: int, pages: PageCopy) -> list[Part] | None:
-    """Returns the parts that read a group's pages, each through one slab. None if direct runs are preferred.
+    """Returns the parts that read a group's pages, each through one buffer. None if direct runs are preferred.
 
     Raises:
         InvalidTransferError: as for `Plan.runs`.
@@ -108,10 +108,10 @@ def staged_parts(area: StagingArea, plan: Plan, group: int, pages: PageCopy) -> 
     staging, sides = plan.staging(group), (of_group.local, of_group.remote)
     step = math.lcm(*(side.page_size for side in sides))
     held = min(side.page_size * side.num_pages for side in sides)  # no pull has more tokens than this
-    if step > held or staging.num_bytes((0, step)) > SLAB_BYTES:
+    if step > held or staging.num_bytes((0, step)) > BUFFER_BYTES:
         return None
     most = held // step * step
-    while step < min(stop, most) and staging.num_bytes((0, min(2 * step, most))) <= SLAB_BYTES:
+    while step < min(stop, most) and staging.num_bytes((0, min(2 * step, most))) <= BUFFER_BYTES:
         step = min(2 * step, most)
     # This raises if the pages do not fit, before anything is read.
     of_group.local_pages(local, of_group.tokens((start, stop)))

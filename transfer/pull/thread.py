@@ -61,8 +61,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 POLL_S = 1e-3
-# In seconds: the poll interval while our own READs are in flight. They take a few hundred microseconds, and a request
-# waits for them.
+# In seconds: the poll interval while our own READs are in flight, for which a request waits.
 BUSY_POLL_S = 1.5e-4
 # READs over a link (TCP) need polls on both sides. The poll interval is `SHARE_OF_WAIT` times the time waited so far,
 # but at least `SOON_POLL_S` and at most `BUSY_POLL_S`. It applies while a READ is in flight, and while a reader with a
@@ -84,7 +83,7 @@ LINGER_S = 1.0
 _PR_SET_TIMERSLACK, _SLACK_NS = 29, 1000
 """A Linux constant that Python does not define, and how late a sleep of this thread may end, in nanoseconds.
 
-By default, Linux may end a sleep up to 50 µs late, which is a third of `BUSY_POLL_S`.
+By default, Linux may end a sleep later by a third of `BUSY_POLL_S`.
 """
 
 

@@ -241,7 +241,7 @@ class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True,
         engine_id: the engine.
         incarnation: the incarnation of the engine that granted the lease.
         lease_id: the lease.
-        slot: index of the lease word on every rank.
+        word_idx: index of the lease word on every rank.
         duration_s: how long a renewal lasts, in seconds.
         num_tokens: the number of tokens whose KV the pages hold.
         block_ids: the blocks of each group of layers. The last block holds the last token, or the state after it.
@@ -256,7 +256,7 @@ class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True,
     engine_id: str
     incarnation: _Name
     lease_id: int
-    slot: Annotated[int, Meta(ge=0)]
+    word_idx: Annotated[int, Meta(ge=0)] = msgspec.field(name="slot")
     duration_s: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
     num_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
     block_ids: tuple[tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...], ...]

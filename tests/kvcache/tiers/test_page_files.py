@@ -164,9 +164,9 @@ def test_a_page_is_refused_under_another_digest(tmp_path: Path) -> None:
     assert it.read().tolist() == [False, False, True, False, False]  # The reversal leaves the middle page at its index.
 
 
-@pytest.mark.parametrize("sealed", [False, True])
-def test_two_rows_with_each_others_digests(tmp_path: Path, sealed: bool) -> None:
-    """The rows of two pages have each other's digests. The checksums stay with their pages. With `sealed`, the footer
+@pytest.mark.parametrize("resealed", [False, True])
+def test_two_rows_with_each_others_digests(tmp_path: Path, resealed: bool) -> None:
+    """The rows of two pages have each other's digests. The checksums stay with their pages. With `resealed`, the footer
     matches the changed file.
     """
     it = Written(tmp_path)
@@ -175,7 +175,7 @@ def test_two_rows_with_each_others_digests(tmp_path: Path, sealed: bool) -> None
     for at, other in ((1, 3), (3, 1)):
         from_row = start + other * width
         broken[start + at * width : start + at * width + size] = it.bytes[from_row : from_row + size]
-    if sealed:
+    if resealed:
         rows = bytes(broken[start : start + COUNT * width])
         broken[start + COUNT * width :] = LAYOUT.footer(rows, COUNT)
     it.put(broken)
@@ -183,7 +183,7 @@ def test_two_rows_with_each_others_digests(tmp_path: Path, sealed: bool) -> None
     assert it.read(refusals=refused).tolist() == [True, False, True, False, True]
     assert refused == {"foreign": 2}
     known = read_rows(it.path, LAYOUT)
-    assert isinstance(known, FileRefusal) != sealed
+    assert isinstance(known, FileRefusal) != resealed
     if not isinstance(known, FileRefusal):
         assert np.array_equal(known, it.digests[[0, 3, 2, 1, 4]])
         it.digests = known

@@ -301,8 +301,8 @@ def test_pages_stay_held_until_their_lease_word_is_cleared(
     held = service.prefill.stats().pages_held
     words = service.exchanges["p0"].threads[0].call(lambda replica: replica.ranks[0].words)
     assert request.source is not None
-    lease_id, slot, _ = request.source.lease
-    assert words[slot] == lease_id
+    lease_id, word_idx, _ = request.source.lease
+    assert words[word_idx] == lease_id
     told = -(-request.told // 16)
     service.prefill._end(request, "says the test")
     assert request.phase == "ending"
@@ -311,7 +311,7 @@ def test_pages_stay_held_until_their_lease_word_is_cleared(
     held = service.prefill.stats().pages_held if phase == "pulling" else held
     assert held >= told > 0
     assert service.prefill.stats().pages_held == held
-    service.until(lambda: words[slot] != lease_id, "the word", poll=lambda: None)
+    service.until(lambda: words[word_idx] != lease_id, "the word", poll=lambda: None)
     assert service.prefill.stats().pages_held == held
     service.until(lambda: request.phase == "over", "the end of the lease", poll=service.prefill.poll)
     assert service.prefill.stats().pages_held == 0

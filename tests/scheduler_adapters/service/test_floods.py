@@ -14,7 +14,7 @@ from kvcache.layout import kv_kind
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.service.test_faults import OTHER, PROMPT
 from tests.scheduler_adapters.serving import own_tokens
-from transfer.pull.lease import LENT_SLOTS
+from transfer.pull.lease import LENT_WORDS
 from transfer.wire.messages import ContentQuery, encode_message
 
 QUESTIONS = 4200  # There are more questions than lease words.
@@ -63,12 +63,12 @@ def test_requests_are_served_while_readers_keep_all_the_pages_that_they_can_get(
                     service.poll()
                     answers += socket.poll(0) > 0 and len(socket.recv()) > 0
             service.until(lambda: not lending.is_asked, "the last of the questions")
-            assert lending.num_leases == LENT_SLOTS
+            assert lending.num_leases == LENT_WORDS
             for name in ("during", "after"):
                 service.submit_one(name, expected[name])
                 flood(service, socket, QUESTIONS + 1000, 60)
                 service.until(lambda name=name: name in service.ended, "a request in the flood")
-                assert lending.num_leases == LENT_SLOTS
+                assert lending.num_leases == LENT_WORDS
             service.collect()
             for name, prompt in expected.items():
                 assert service.ended[name].finished == "length", service.ended[name]
@@ -82,14 +82,14 @@ def test_a_request_for_which_no_lease_word_is_free_fails_by_name_and_another_att
     model: Any, tmp_path: Path
 ) -> None:
     service = Service(model, tmp_path)
-    slots = service.exchanges["p0"]._slots[0]
+    words = service.exchanges["p0"]._words[0]
     try:
-        taken = [lease for _ in slots.slots if (lease := slots.take(1.0)) is not None]
+        taken = [lease for _ in words.words if (lease := words.take(1.0)) is not None]
         request = service.submit_one("r", PROMPT)
         service.until(lambda: request.reasons, "the first attempt")
         assert "has no lease word free on replica 0" in request.reasons[0]
         for lease in taken:
-            slots.give_back(lease)
+            words.give_back(lease)
         service.until(lambda: "r" in service.ended, "another attempt")
         service.collect()
         assert service.tokens["r"] == own_tokens(model, PROMPT, NEW)

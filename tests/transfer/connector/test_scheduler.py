@@ -23,7 +23,7 @@ from transfer.errors import (
     MetadataError,
     TransferParamsError,
 )
-from transfer.pull.lease import LEASE_SLOTS
+from transfer.pull.lease import LEASE_WORDS
 from transfer.wire.handshake import HandshakeClient
 from transfer.wire.messages import LeaseQuery, LeaseRefusal, LeaseReply, Pong, open_pages
 from transfer.wire.prompt import Prompt
@@ -96,7 +96,7 @@ def test_what_a_lease_holds_is_told_when_it_stands_on_every_rank_and_not_before(
         assert (answer(scheduler, made), scheduler.is_offered("r")) == (again, False)
     assert scheduler.update(2, WorkerOutput(offered={"r": ""})).offered == {"r"}
     pages = open_pages(answer(scheduler, made, 17).pages, "p", lease.lease_id)
-    assert (pages.incarnation, pages.slot, pages.duration_s) == ("i", lease.slot, 7.0)
+    assert (pages.incarnation, pages.word_idx, pages.duration_s) == ("i", lease.word_idx, 7.0)
     assert (pages.num_tokens, pages.block_ids, pages.prompt_digest) == (20, ((5, 6, 7),), PROMPT.digest(17))
 
 
@@ -259,9 +259,9 @@ def test_a_lease_that_one_rank_does_not_grant_ends_on_the_others(make: Any) -> N
     scheduler.offer("r")
     scheduler.build_metadata()
     scheduler.update(0, WorkerOutput(offered={"r": ""}))
-    assert not scheduler.update(1, WorkerOutput(offered={"r": "slot 0 is taken"})).sent
+    assert not scheduler.update(1, WorkerOutput(offered={"r": "word 0 is taken"})).sent
     assert scheduler.build_metadata().reqs_not_processed == {"r": "not granted by every rank"}
-    assert scheduler.update(0, WorkerOutput(sent={"r": "not granted by every rank"})).sent == {"r": "slot 0 is taken"}
+    assert scheduler.update(0, WorkerOutput(sent={"r": "not granted by every rank"})).sent == {"r": "word 0 is taken"}
 
 
 def test_an_aborted_request_is_no_longer_offered_and_its_pages_wait_for_the_ranks(make: Any) -> None:
@@ -281,16 +281,16 @@ def test_a_request_has_one_lease_and_leases_have_slots_of_their_own(make: Any) -
     scheduler.offer("r")
     with pytest.raises(InvalidLeaseError, match="request 'r': its lease has not ended on every rank yet"):
         scheduler.offer("r")
-    for number in range(LEASE_SLOTS - 1):
+    for number in range(LEASE_WORDS - 1):
         scheduler.offer(f"r{number}")
     sends = scheduler.build_metadata().reqs_to_send
-    assert {send.lease.slot for send in sends.values()} == set(range(LEASE_SLOTS))
-    assert len({send.lease.lease_id for send in sends.values()}) == LEASE_SLOTS
-    with pytest.raises(InvalidLeaseError, match="request 'x': all 4096 lease slots are taken"):
+    assert {send.lease.word_idx for send in sends.values()} == set(range(LEASE_WORDS))
+    assert len({send.lease.lease_id for send in sends.values()}) == LEASE_WORDS
+    with pytest.raises(InvalidLeaseError, match="request 'x': all 4096 lease words are taken"):
         scheduler.offer("x")
     scheduler.update(0, WorkerOutput(sent={"r5": "read"}))
     scheduler.offer("x")
-    assert scheduler.build_metadata().reqs_to_send["x"].lease.slot == sends["r5"].lease.slot
+    assert scheduler.build_metadata().reqs_to_send["x"].lease.word_idx == sends["r5"].lease.word_idx
 
 
 def test_blocks_are_those_of_the_tokens_and_of_the_window(make: Any) -> None:

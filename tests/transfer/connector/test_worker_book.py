@@ -247,9 +247,9 @@ def test_a_lease_is_offered_and_then_sent(leased: WorkerBook) -> None:
 
 
 def test_a_lease_that_was_not_granted_is_offered_with_the_reason_and_never_sent(leased: WorkerBook) -> None:
-    leased.on_lease(Offered("r", 5, "slot 1 is taken"))
+    leased.on_lease(Offered("r", 5, "word 1 is taken"))
     leased.on_lease(LeaseOver("r", 5, "late"))
-    assert (leased.output.offered, leased.output.sent) == ({"r": "slot 1 is taken"}, {})
+    assert (leased.output.offered, leased.output.sent) == ({"r": "word 1 is taken"}, {})
 
 
 def test_events_of_an_earlier_lease_of_a_request_do_not_count(leased: WorkerBook) -> None:

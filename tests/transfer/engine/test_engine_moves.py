@@ -73,7 +73,7 @@ def test_a_word_that_outlives_the_hold_on_its_pages_is_noticed(world: World, mon
     def keep_the_word(self: LeaseBook, lease: Lease, reason: str) -> object:
         ended = end(self, lease, reason)
         for words in self.words:
-            words[lease.slot] = lease.lease_id
+            words[lease.word_idx] = lease.lease_id
         return ended
 
     monkeypatch.setattr(LeaseBook, "_end", keep_the_word)

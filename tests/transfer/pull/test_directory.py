@@ -168,7 +168,7 @@ class Crowd:
             "nonsense",
         ]
         self.incarnations = ["", "other", *(one.incarnation for one in self.engines)]
-        self.leases = [one.offer(slot=1) for one in [*self.good, *self.impostors]]
+        self.leases = [one.offer(word_idx=1) for one in [*self.good, *self.impostors]]
 
     def draw(self, rng: random.Random) -> Source:
         lease = rng.choice([*self.leases, LeaseRef(new_lease_id(), rng.randrange(4), 5.0)])
@@ -188,7 +188,7 @@ def test_no_address_that_a_request_names_affects_a_pull_of_another_request(engin
     crowd = Crowd(engine)
     d = crowd.reader
     for number, one in enumerate(crowd.good):
-        opened(d, one.source(one.offer("r", slot=2)), f"good {number}")
+        opened(d, one.source(one.offer("r", word_idx=2)), f"good {number}")
     keys = [f"any {number}" for number in range(60)]
     for key in keys:
         pull(d, crowd.draw(rng), key, groups=rng.choice((WHOLE, WHOLE, None)), timeout_s=rng.choice((0.3, 3.0)))
@@ -250,8 +250,8 @@ REFUSED = (
 @pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)])
 def test_without_a_key_a_source_on_this_host_vouches_for_itself(engine: Any, tp: tuple[int, int]) -> None:
     p, d = engine("p", tp[0], key=b""), engine("d", tp[1], key=b"")
-    for key, slot in (("r", 0), ("s", 1)):
-        pull(d, p.source(p.offer(key, slot)), key)
+    for key, word_idx in (("r", 0), ("s", 1)):
+        pull(d, p.source(p.offer(key, word_idx)), key)
         run(p, d, until=settled(d, key))
         assert d.pulls[-1] == PullEvent(key, "", safe=True)
     assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))

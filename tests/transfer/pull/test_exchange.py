@@ -215,7 +215,7 @@ def test_cached_pages_are_not_read_and_the_source_is_notified(side: Any) -> None
 def test_an_offer_that_fails_holds_no_page(side: Any, how: str) -> None:
     source = side(Side, "p")
     source.compute()
-    free = source.exchange._slots[0]._free
+    free = source.exchange._words[0]._free
     if how.startswith("a duration"):
         assert source.exchange.offer("r", -1.0) is not None
         source.until(lambda: source.of(Offered))
@@ -224,7 +224,7 @@ def test_an_offer_that_fails_holds_no_page(side: Any, how: str) -> None:
         source.exchange.threads[0].close()
         with pytest.raises(EngineClosedError, match="the transfer thread was closed"):
             source.exchange.offer("r", 30.0)
-        assert sorted(free) == [*source.exchange._slots[0].slots]
+        assert sorted(free) == [*source.exchange._words[0].words]
     else:
         del free[1:]
         first = source.offer()
@@ -245,8 +245,8 @@ def test_the_slot_of_a_lease_goes_back_to_where_it_was_taken(side: Any) -> None:
     reader.exchange.refuse(0, lent.source, "not wanted")
     source.until(lambda: source.manager.num_leased_blocks == 0)
     exchange = source.exchange
-    for slots in (exchange._slots[0], exchange._lent_slots[0]):
-        assert sorted(slots._free) == [*slots.slots]
+    for words in (exchange._words[0], exchange._lent_words[0]):
+        assert sorted(words._free) == [*words.words]
 
 
 def test_pages_stay_held_while_a_thread_that_cannot_be_ended_may_use_them(

@@ -121,12 +121,12 @@ def test_a_shard_or_an_endpoint_that_fails_leaves_nothing(side: Side, monkeypatc
                 ("open_pull", ("k", SOURCE, 1.0)),
                 ("read", ("k", PENDING)),
                 ("cancel_pull", ("k", "why")),
-                ("seal", ([[1]],)),
+                ("record_checksums", ([[1]],)),
                 ("wait", (0.0,)),
                 ("engine_id", ()),
             )
             for bad in (-1, 1, "0", None, True)
-            if call != "seal"  # Without page checks, `seal` does not use its arguments.
+            if call != "record_checksums"  # Without page checks, it does not use its arguments.
         ),
         ("ask", (0, 7, "tcp://127.0.0.1:9", "p/0", DIGESTS), InvalidRequestError, "key is 7: a string is needed"),
         ("ask", (0, "k", None, "p/0", DIGESTS), InvalidRequestError, "address is None: a string"),
@@ -175,6 +175,6 @@ def test_wrong_arguments_of_a_call_change_nothing(
     assert said in str(raised.value)
     assert not side.exchange.open_pulls
     assert not side.exchange._asks._open
-    assert len(side.exchange._slots[0]._free) == len(side.exchange._slots[0].slots)
+    assert len(side.exchange._words[0]._free) == len(side.exchange._words[0].words)
     assert side.exchange.poll() == []  # The poll succeeds, because the thread of the exchange still runs.
     side.exchange.threads[0].snapshot()

@@ -94,7 +94,7 @@ def test_a_fork_neither_sees_nor_writes_the_lease_words_of_its_parent(forking: A
     source = forking(reborn=False)
     child, (words, fences, has_pages) = source.fork()
     assert (words, fences, has_pages) == (0, 0, True)
-    word = source.words + 8 * fork_source.SLOT
+    word = source.words + 8 * fork_source.WORD_IDX
     assert memory_of(source.pid, word, 8) == source.lease.lease_id.to_bytes(8, "little")
     assert memory_of(child, word, 8) == bytes(8)
     # The fork has the contents of the pages, but not of the words.
@@ -128,7 +128,7 @@ def test_a_pull_from_a_fork_with_the_pid_of_its_parent_fails_at_the_fence(forkin
     reader.replica.add_pages("r", [PageCopy(LOCAL[1:], REMOTE[1:], (TOKENS, 2 * TOKENS))], last=True)
     run(reader, until=lambda: any(event.safe for event in reader.pulls))
     assert reader.pulls[-1].error.endswith(
-        f"its lease word {fork_source.SLOT} holds 0x0 instead of {source.lease.lease_id:#x}"
+        f"its lease word {fork_source.WORD_IDX} holds 0x0 instead of {source.lease.lease_id:#x}"
     )
     size = reader.pools[0][0].nbytes
     held = [memory_of(source.pid, source.pages + page * size, size) for page in REMOTE]

@@ -62,9 +62,9 @@ def test_ids_are_random_words_and_never_the_empty_one(monkeypatch: pytest.Monkey
         ((0, "r", 0, 1.0), "lease 0x0000000000000000: its id is taken, or is not a 64-bit number above 0"),
         ((1 << 64, "r", 0, 1.0), "its id is taken, or is not a 64-bit number above 0"),
         ((9, "r", 0, 1.0), "lease 0x0000000000000009: its id is taken"),
-        ((1, "r", 8, 1.0), "slot 8 is taken, or outside of 0 to 7"),
-        ((1, "r", -1, 1.0), "slot -1 is taken, or outside of 0 to 7"),
-        ((1, "r", 4, 1.0), "slot 4 is taken"),
+        ((1, "r", 8, 1.0), "word 8 is taken, or outside of 0 to 7"),
+        ((1, "r", -1, 1.0), "word -1 is taken, or outside of 0 to 7"),
+        ((1, "r", 4, 1.0), "word 4 is taken"),
         ((1, "r", 0, 0.0), "0.0 s for 1 engines; both must be above 0"),
         ((1, "r", 0, float("inf")), "inf s for 1 engines"),
         ((1, "r", 0, float("nan")), "nan s for 1 engines"),
@@ -265,7 +265,7 @@ def test_the_memory_of_ended_leases_is_bounded(book: LeaseBook, monkeypatch: pyt
     ("damage", "message"),
     [
         ("word", r"lease words \[3\] do not hold the ids of their leases"),
-        ("slot", "request 'r': lease 0x0000000000000005 is recorded inconsistently"),
+        ("word_idx", "request 'r': lease 0x0000000000000005 is recorded inconsistently"),
         ("ended", "request 'r': lease 0x0000000000000005 is recorded inconsistently"),
         ("forgotten", "request 'r': lease 0x0000000000000005 is recorded inconsistently"),
         ("another's id", "request 'r': lease 0x0000000000000005 is recorded inconsistently"),
@@ -277,8 +277,8 @@ def test_check_finds_wrong_books(book: LeaseBook, damage: str, message: str) -> 
     book.check()
     if damage == "word":
         book.words[0][3] = 1
-    elif damage == "slot":
-        lease.slot = 1
+    elif damage == "word_idx":
+        lease.word_idx = 1
     elif damage == "ended":
         lease.ended = "read"
     elif damage == "forgotten":
@@ -355,7 +355,7 @@ def test_any_sequence_of_moves_leaves_the_words_as_the_leases_are(clock: Clock) 
             over = book.expire()
         over = [lease for lease in over if lease is not None]
         ended += len(over)
-        assert all(lease.ended and book.words[0][lease.slot] == CLEARED for lease in over)
+        assert all(lease.ended and book.words[0][lease.word_idx] == CLEARED for lease in over)
         book.check()
     assert granted - ended == len(book)
     assert min(book.counts.values()) > 10, book.counts

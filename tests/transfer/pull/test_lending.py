@@ -27,7 +27,7 @@ from transfer import Lent
 from transfer.errors import InvalidEngineError, MetadataError
 from transfer.pull import asking, lending
 from transfer.pull.exchange import PageExchange
-from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS
+from transfer.pull.lease import LEASE_WORDS, LENT_WORDS
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, Offered
 from transfer.wire.messages import ContentQuery, open_pages
@@ -97,8 +97,8 @@ def all_given_back(source: Side) -> None:
     assert source.idle
     assert not source.of(Offered)
     assert not source.of(LeaseOver)
-    assert len(source.exchange._slots[0]._free) == LEASE_SLOTS
-    assert len(source.exchange._lent_slots[0]._free) == LENT_SLOTS
+    assert len(source.exchange._words[0]._free) == LEASE_WORDS
+    assert len(source.exchange._lent_words[0]._free) == LENT_WORDS
 
 
 def test_pages_that_another_request_has_computed_are_found_pulled_and_published(side: Any) -> None:
@@ -685,14 +685,14 @@ def test_questions_of_readers_take_no_lease_word_that_our_own_requests_need(
     source = pool_of(side, 8000)
     computed(source)
     flood = Flood(source, source.manager.contents.digests(TextContext(LONGER, 32)))
-    flood.ask(LEASE_SLOTS + LENT_SLOTS, lambda number: f"reader {number}")
+    flood.ask(LEASE_WORDS + LENT_WORDS, lambda number: f"reader {number}")
     source.until(lambda: not source.exchange.lending.is_asked)
-    assert source.exchange.lending.num_leases == LENT_SLOTS
+    assert source.exchange.lending.num_leases == LENT_WORDS
     source.compute()
-    own = [source.exchange.offer("r", 30.0, running=True) for _ in range(LEASE_SLOTS)]
+    own = [source.exchange.offer("r", 30.0, running=True) for _ in range(LEASE_WORDS)]
     assert None not in own
     assert source.exchange.offer("r", 30.0) is None
-    source.until(lambda: len(source.of(Offered)) == LEASE_SLOTS)
+    source.until(lambda: len(source.of(Offered)) == LEASE_WORDS)
     assert not any(one.event.error for one in source.of(Offered))  # type: ignore[union-attr]
     source.exchange.threads[0].call(lambda replica: replica.leases.check())
     source.exchange.close()

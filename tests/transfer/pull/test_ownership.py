@@ -282,7 +282,7 @@ def test_a_lease_that_has_ended_on_one_of_two_ranks(request: pytest.FixtureReque
     source.poll()
     assert source.of(LeaseOver) == []
     assert source.manager.num_leased_blocks == 4
-    words = thread.call(lambda replica: [int(rank.words[offer.lease.slot]) for rank in replica.ranks])
+    words = thread.call(lambda replica: [int(rank.words[offer.lease.word_idx]) for rank in replica.ranks])
     assert words == [offer.lease.lease_id] * 2
     thread.call(lambda replica: replica._on_over(replica.leases.hear(done, 1)))
     source.until(lambda: source.of(LeaseOver))
@@ -315,13 +315,13 @@ def test_an_offer_that_is_not_granted_holds_nothing(sides: tuple[Side, Reader]) 
     source.until(lambda: source.of(Offered))
     assert source.of(Offered)[0].event.error  # type: ignore[union-attr]
     assert source.idle
-    assert source.exchange._slots[0]._free[0] == 0  # The slot of the lease word is free again.
+    assert source.exchange._words[0]._free[0] == 0  # The lease word is free again.
 
 
 def test_there_are_at_most_as_many_leases_as_words(sides: tuple[Side, Reader]) -> None:
     source, _ = sides
     source.compute()
-    source.exchange._slots[0]._free = [0]
+    source.exchange._words[0]._free = [0]
     assert source.exchange.offer("r", 30.0) is not None
     assert source.exchange.offer("r", 30.0) is None
     source.manager.release("r")
@@ -372,10 +372,10 @@ def test_a_thread_that_dies_gives_nothing_back_before_it_is_closed(sides: tuple[
         source.exchange.offer("s", 30.0)
     source.manager.release("s")
     # A reader may still accept the pages, because the lease word is still set.
-    assert words[offer.lease.slot] == offer.lease.lease_id
+    assert words[offer.lease.word_idx] == offer.lease.lease_id
     assert source.manager.num_leased_blocks == 4
     source.exchange.close()
-    assert words[offer.lease.slot] == 0
+    assert words[offer.lease.word_idx] == 0
     assert source.idle
 
 

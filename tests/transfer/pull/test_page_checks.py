@@ -41,7 +41,7 @@ def checks_of(pool: np.ndarray) -> PageChecks:
 
 def test_changed_pages_are_named_by_their_places(pool: np.ndarray) -> None:
     checks = checks_of(pool)
-    checks.seal(0, [4, 1, 2])
+    checks.record(0, [4, 1, 2])
     expected = checks.words[0][[1, 2, 4]].copy()
     assert checks.bad(0, [1, 2, 4], expected).tolist() == []
     pool[2, 0] ^= 1
@@ -54,7 +54,7 @@ def test_pages_that_the_pool_does_not_have_are_refused(pool: np.ndarray, pages: 
     with pytest.raises(
         InvalidTransferError, match=f"group 0: pages {min(pages)} to {max(pages)} are not within its {PAGES} pages"
     ):
-        checks_of(pool).seal(0, pages)
+        checks_of(pool).record(0, pages)
 
 
 def test_a_page_that_stays_wrong_is_read_three_times() -> None:
@@ -87,7 +87,7 @@ def test_every_page_of_a_pull_is_verified_including_the_first_and_the_last(
     not verified.
     """
     checks = checks_of(pool)
-    checks.seal(0, [3, 4])
+    checks.record(0, [3, 4])
     mine = rank(layout=LAYOUT, bases=(pool.ctypes.data,))
     there = msgspec.structs.replace(mine, checks_addrs=(checks.words[0].ctypes.data,))
     agent: Any = SimpleNamespace(register=lambda *_: None)
@@ -134,7 +134,7 @@ def test_every_byte_of_a_page_counts_and_no_byte_of_another(layout: ShardLayout)
     checks = checks_in(layout, memory)
     for number, group in enumerate(layout.groups):
         pages = [*range(group.num_pages)]
-        checks.seal(number, pages)
+        checks.record(number, pages)
         for box in group.boxes:
             for page in (0, 2, group.num_pages - 1):
                 first = box.offset + page * box.page_stride
@@ -145,14 +145,14 @@ def test_every_byte_of_a_page_counts_and_no_byte_of_another(layout: ShardLayout)
         assert checks.bad(number, pages, checks.words[number]).tolist() == []
 
 
-def test_sealing_a_page_does_not_change_the_checksums_of_other_pages(pool: np.ndarray) -> None:
+def test_recording_a_page_does_not_change_the_checksums_of_other_pages(pool: np.ndarray) -> None:
     checks = checks_of(pool)
     assert checks.bad(0, [], checks.words[0][[]]).tolist() == []
-    checks.seal(0, [])
+    checks.record(0, [])
     assert not checks.words[0].any()
-    checks.seal(0, [1, 2])
+    checks.record(0, [1, 2])
     pool[1:3] ^= 1
-    checks.seal(0, [2])
+    checks.record(0, [2])
     assert checks.bad(0, [1, 2], checks.words[0][[1, 2]]).tolist() == [0]
     pool[3] = pool[1]
     assert checks.bad(0, [3], checks._sums(0, np.array([1]))).tolist() == [], (

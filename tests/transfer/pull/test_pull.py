@@ -76,9 +76,9 @@ class Agent:
             posted["state"] = "DONE"
         if posted["state"] == "ERR":
             raise AgentError("it broke", peer_lost=True)
-        slot = (int(posted["local"][0][0]) - self.puller.words.ctypes.data) // 8
-        if posted["state"] == "DONE" and self.word is not None and 0 <= slot < len(self.puller.words):
-            self.puller.words[slot] = self.word
+        word_idx = (int(posted["local"][0][0]) - self.puller.words.ctypes.data) // 8
+        if posted["state"] == "DONE" and self.word is not None and 0 <= word_idx < len(self.puller.words):
+            self.puller.words[word_idx] = self.word
         if posted["state"] == "DONE" and posted["note"]:
             self.notes.append((posted["peer"], decode_note(posted["note"])))
         return posted["state"] == "DONE"
@@ -99,9 +99,9 @@ class StandIn(SimpleNamespace):
 
 
 class Rig:
-    def __init__(self, ranks: int = 2, slots: int = 8) -> None:
+    def __init__(self, ranks: int = 2, words: int = 8) -> None:
         self.now = 50.0
-        self.puller = Puller(("d", 1, 4), slots=slots, clock=lambda: self.now)
+        self.puller = Puller(("d", 1, 4), words=words, clock=lambda: self.now)
         self.agent = Agent(self.puller)
         there = [
             SimpleNamespace(agent_name=f"p/{rank}", memory_type=MemoryType.DRAM, words_addr=WORDS_AT + rank * 4096)
@@ -242,7 +242,7 @@ def test_parts_without_runs_are_not_posted(rig: Rig) -> None:
 
 @pytest.mark.parametrize("word", [0, 1, LEASE.lease_id + 1, None])
 def test_a_fence_that_does_not_bring_the_lease_s_id_fails_the_pull(rig: Rig, word: int | None) -> None:
-    # Earlier fences have left the expected id in every slot. With `None`, a READ ends as "done" but writes no data.
+    # Earlier fences have left the expected id in every word_idx. With `None`, a READ ends as "done" but writes no data.
     rig.puller.words[:] = LEASE.lease_id
     rig.agent.word = word
     rig.open()
@@ -255,7 +255,7 @@ def test_a_fence_that_does_not_bring_the_lease_s_id_fails_the_pull(rig: Rig, wor
 
 
 def test_fences_wait_for_each_other_if_there_are_too_few_words() -> None:
-    rig = Rig(slots=2)
+    rig = Rig(words=2)
     rig.agent.auto = False
     for key in "ab":
         rig.open(key)
@@ -287,7 +287,7 @@ def test_reads_that_do_not_end_at_once_are_counted(rig: Rig) -> None:
 
 
 def test_a_fence_of_two_ranks_waits_if_only_one_word_is_free() -> None:
-    rig = Rig(slots=3)
+    rig = Rig(words=3)
     rig.agent.auto = False
     for key in "ab":
         rig.open(key)
@@ -304,7 +304,7 @@ def test_a_fence_of_two_ranks_waits_if_only_one_word_is_free() -> None:
 
 @pytest.mark.parametrize("at_once", [{0, 1}, {0}, set[int]()])
 def test_a_fence_without_data_does_not_pass_because_of_a_word_left_over_from_an_earlier_pull(at_once: set[int]) -> None:
-    """Before the pull, the slot already holds the lease's id from another fence. The fence must fail, however many
+    """Before the pull, the word already holds the lease's id from another fence. The fence must fail, however many
     transfers end as soon as they are posted.
     """
     rig = Rig(ranks=1)
@@ -507,8 +507,8 @@ def test_nothing_can_be_added_to_a_pull_that_is_over(rig: Rig) -> None:
         ({"timeout_s": float("nan")}, "its timeout is nan s"),
         ({"lease": LEASE._replace(duration_s=float("inf"))}, "its lease lasts inf s"),
         ({"lease": LEASE._replace(duration_s=-1.0)}, "its lease lasts -1.0 s"),
-        ({"lease": LEASE._replace(slot=64)}, "slot 64 is invalid: .* engine 'p' has 64 slots"),
-        ({"lease": LEASE._replace(lease_id=0)}, "lease 0x0 in slot 2"),
+        ({"lease": LEASE._replace(word_idx=64)}, "word 64 is invalid: .* engine 'p' has 64 words"),
+        ({"lease": LEASE._replace(lease_id=0)}, "lease 0x0 in word 2"),
     ],
 )
 def test_a_pull_that_cannot_be_is_refused(rig: Rig, options: dict[str, Any], message: str) -> None:
@@ -570,14 +570,14 @@ def test_an_engine_s_pulls_are_given_up_together_and_no_others(rig: Rig) -> None
 def test_pages_in_flight_from_an_abandoned_engine_are_given_back_once_its_agent_is_gone(rig: Rig) -> None:
     settled: list[int] = []
 
-    class Slab(Part):
+    class Buffered(Part):
         def settle(self) -> None:
             settled.append(self.rank)
 
     rows = np.ones((2, 3), np.uint64)
     rig.agent.auto = False
     rig.open()
-    rig.add(Slab(0, rows, rows, 100))
+    rig.add(Buffered(0, rows, rows, 100))
     rig.open("s")
     rig.add(part(0), part(1), key="s")
     rig.agent.end(1)
@@ -690,7 +690,7 @@ def test_a_pull_that_ends_as_it_is_posted_has_one_event_and_its_figures(timed: b
     assert 0 < figures.post_s < 1
     read, fence = rig.agent.posted
     assert read["local"] is asked.local
-    assert (fence["remote"], read["kinds"]) == ([(WORDS_AT + 8 * LEASE.slot, 8, 0)], (MemoryType.DRAM,) * 2)
+    assert (fence["remote"], read["kinds"]) == ([(WORDS_AT + 8 * LEASE.word_idx, 8, 0)], (MemoryType.DRAM,) * 2)
     assert rig.said("done") == ["p/0"]
     with pytest.raises(InvalidTransferError, match="0 s"):
         rig.puller.pull_at_once("s", rig.engine, LEASE, 0.0, asked)
@@ -739,7 +739,7 @@ def test_a_wrong_lease_word_also_fails_a_pull_that_ends_at_once() -> None:
 
 
 def test_a_pull_at_once_also_waits_for_a_free_word() -> None:
-    rig = Rig(ranks=1, slots=1)
+    rig = Rig(ranks=1, words=1)
     rig.agent.auto = False
     rig.open("first")
     rig.add(part(), key="first")
@@ -1068,7 +1068,7 @@ def test_a_fence_covers_the_parts_before_it_and_is_not_posted_again_without_new_
 
 
 def test_a_fence_that_waits_for_a_word_is_posted_once_another_pull_gives_one_back() -> None:
-    rig = Rig(ranks=1, slots=1)
+    rig = Rig(ranks=1, words=1)
     rig.agent.auto = False
     rig.open("a")
     rig.add(part(), key="a")
@@ -1087,7 +1087,7 @@ def test_a_fence_that_waits_for_a_word_is_posted_once_another_pull_gives_one_bac
 
 
 def test_a_pull_does_not_end_before_the_read_of_its_lease_word_is_known_to_have_ended() -> None:
-    """NIXL still has the handle of the word's READ. The slot must not be reused before the handle is released."""
+    """NIXL still has the handle of the word's READ. The word must not be reused before the handle is released."""
     rig = Rig(ranks=1)
     rig.agent.auto, rig.agent.at_once = False, {0}
     read_word = rig.agent.read_word
@@ -1110,14 +1110,14 @@ def test_a_pull_does_not_end_before_the_read_of_its_lease_word_is_known_to_have_
 def test_the_part_of_a_pull_at_once_is_settled_when_its_read_has_ended_even_if_the_pull_fails_earlier() -> None:
     settled: list[int] = []
 
-    class Slab(Part):
+    class Buffered(Part):
         def settle(self) -> None:
             settled.append(self.rank)
 
     rig = Rig(ranks=1)
     rig.agent.auto = False
     rows = np.ones((2, 3), np.uint64)
-    assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, Slab(0, rows, rows, 100)), RankPull)
+    assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, Buffered(0, rows, rows, 100)), RankPull)
     rig.fail("r", why("enough"))
     rig.fail("r", why("once more"))
     assert settled == []

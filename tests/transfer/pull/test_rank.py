@@ -92,8 +92,8 @@ def test_leases_are_counted_by_how_they_ended(engine: Any) -> None:
     d.replica.pull("r", p.source(p.offer("r", 0)), 20.0)
     d.replica.add_pages("r", WHOLE, last=True)
     run(p, d, until=lambda: d.pulls and p.overs)
-    for slot in (1, 2):
-        p.offer(f"expires {slot}", slot, 5.0)
+    for word_idx in (1, 2):
+        p.offer(f"expires {word_idx}", word_idx, 5.0)
     clock.now += 5.1
     run(p, d, until=lambda: len(p.overs) == 3)
     p.replica.revoke(p.offer("revoked", 3).lease_id, "an abort, before it expired")

@@ -34,7 +34,7 @@ def test_a_pull_is_small_by_the_bytes_of_all_ranks_once_its_source_is_known(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, d = engine("p"), engine("d", 2)
-    source = p.source(p.offer(slot=0))
+    source = p.source(p.offer(word_idx=0))
     assert not d.replica.is_small(source, WHOLE)
     pull(d, source)
     run(p, d, until=settled(d))
@@ -52,7 +52,7 @@ def test_a_pull_is_small_by_the_bytes_of_all_ranks_once_its_source_is_known(
 def test_pages_arrive_and_the_lease_ends_when_every_rank_has_read(engine: Any, tp: tuple[int, int]) -> None:
     p, d = engine("p", tp[0]), engine("d", tp[1])
     d.blank()
-    lease = p.offer(slot=3)
+    lease = p.offer(word_idx=3)
     assert [rank.words[3] for rank in p.ranks] == [lease.lease_id] * tp[0]
     pull(d, p.source(lease))
     run(p, d, until=lambda: settled(d)() and p.overs)
@@ -95,7 +95,7 @@ def test_the_word_of_done_rides_on_the_fence_and_on_no_data(engine: Any) -> None
 @pytest.mark.parametrize("when", ["before", "while waiting for more"])
 def test_a_lease_that_has_ended_fails_the_pull(engine: Any, when: str) -> None:
     p, d = engine("p", 2), engine("d", 2)
-    lease = p.offer(slot=2)
+    lease = p.offer(word_idx=2)
     if when == "before":
         p.replica.revoke(lease.lease_id, "aborted")
         pull(d, p.source(lease))
@@ -112,7 +112,7 @@ def test_a_lease_that_has_ended_fails_the_pull(engine: Any, when: str) -> None:
     assert p.overs == [LeaseOver("r", lease.lease_id, "aborted")]
 
 
-def test_a_slot_that_has_passed_to_another_lease_fails_the_pull(engine: Any) -> None:
+def test_a_word_that_has_passed_to_another_lease_fails_the_pull(engine: Any) -> None:
     p, d = engine("p"), engine("d")
     first = p.offer("r")
     p.replica.revoke(first.lease_id, "aborted")
@@ -224,7 +224,7 @@ def test_a_lease_is_granted_by_every_rank_or_by_none(engine: Any) -> None:
     p.replica.offer(LeaseOffer("r", LeaseRef(new_lease_id(), 4, 10.0)))
     p.take()
     (offered,) = p.of(Offered)
-    assert "slot 4 is taken" in offered.error
+    assert "word 4 is taken" in offered.error
     assert p.replica.leases.ids() == [99]
     assert [rank.words[4] for rank in p.ranks] == [99, 99]
 
@@ -332,7 +332,12 @@ def answering(p: Engine, *answers: dict[str, Any]) -> list[int]:
         lease = answer.pop("lease", None)
         if lease is not None:
             fields = {"incarnation": p.incarnation, "num_tokens": 48, "block_ids": (REMOTE,), "prompt_digest": DIGEST}
-            found = {"engine_id": "p", "slot": lease.slot, "duration_s": lease.duration_s, "lease_id": lease.lease_id}
+            found = {
+                "engine_id": "p",
+                "word_idx": lease.word_idx,
+                "duration_s": lease.duration_s,
+                "lease_id": lease.lease_id,
+            }
             answer = {"pages": sealed_pages(LeasedPages(**(fields | found | answer)), KEY)}
         return LeaseReply(query_id=query.query_id, **answer)
 
@@ -350,7 +355,7 @@ ASKED = [BlocksOfGroup(LOCAL, (0, 48), 0)]
 def test_a_source_says_itself_which_pages_it_holds(engine: Any) -> None:
     p, d = engine("p", 2), engine("d")
     d.blank()
-    lease = p.offer(slot=3)
+    lease = p.offer(word_idx=3)
     asked = answering(p, {"lease": lease})
     pull(d, wanted(p, lease), groups=ASKED)
     run(p, d, until=lambda: settled(d)() and p.overs)
@@ -467,7 +472,7 @@ def test_a_source_that_is_lost_before_it_has_named_its_pages_is_contacted_again(
     p, d = engine("p"), engine("d")
     pull(d, p.source(p.offer("before")), key="before")
     run(p, d, until=settled(d, "before"))
-    lease = p.offer(slot=1)
+    lease = p.offer(word_idx=1)
     asked = answering(p, {}, {}, {}, {"lease": lease})
     p.server.serve(p.card)
     pull(d, wanted(p, lease), groups=ASKED)
@@ -536,12 +541,12 @@ def test_pages_that_do_not_fit_fail_their_request_and_no_other(engine: Any, grou
     assert "request 'bad'" in bad
 
 
-@pytest.mark.parametrize(("lease_id", "slot"), [(0, 0), (1, 6000), (1, -1), (1 << 64, 0)])
-def test_an_impossible_lease_is_refused_before_anything_is_read(engine: Any, lease_id: int, slot: int) -> None:
+@pytest.mark.parametrize(("lease_id", "word_idx"), [(0, 0), (1, 6000), (1, -1), (1 << 64, 0)])
+def test_an_impossible_lease_is_refused_before_anything_is_read(engine: Any, lease_id: int, word_idx: int) -> None:
     p, d = engine("p"), engine("d")
-    pull(d, p.source(LeaseRef(lease_id, slot, 5.0)))
+    pull(d, p.source(LeaseRef(lease_id, word_idx, 5.0)))
     run(p, d, until=settled(d))
-    assert "engine 'p' has 5120 slots" in d.pulls[-1].error
+    assert "engine 'p' has 5120 words" in d.pulls[-1].error
     assert d.hindrances[0].reads == []
 
 
@@ -591,7 +596,7 @@ def test_an_engine_that_one_rank_cannot_load_is_loaded_by_none(engine: Any, monk
 
 def test_pages_are_given_back_when_the_lease_words_of_all_ranks_are_cleared(engine: Any) -> None:
     p = engine("p", 2)
-    lease = p.offer(slot=3)
+    lease = p.offer(word_idx=3)
     told, seen = p.replica._on_over, list[list[int]]()
 
     def watched(lease: Lease) -> None:

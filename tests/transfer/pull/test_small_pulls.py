@@ -23,7 +23,7 @@ GROUPS = [PageCopy(LOCAL, REMOTE, (0, 3 * TOKENS))]
 def pair(engine: Any, tp: tuple[int, int] = (1, 1), **options: Any) -> tuple[Engine, Engine]:
     """Returns a source and a reader that a previous pull has connected."""
     p, d = engine("p", tp[0]), engine("d", tp[1], **options)
-    pull(p, d, p.offer(slot=PAGES), "first")
+    pull(p, d, p.offer(word_idx=PAGES), "first")
     run(p, d, until=lambda: d.pulls and d.pulls[-1].safe and p.overs)
     for one in (p, d):
         one.events.clear()
@@ -45,7 +45,7 @@ def free_words(d: Engine) -> list[int]:
 def test_a_small_pull_is_over_when_the_call_returns(engine: Any) -> None:
     p, d = pair(engine)
     free, before = free_words(d), d.replica.stats.snapshot()
-    lease = p.offer(slot=3)
+    lease = p.offer(word_idx=3)
     pull(p, d, lease)
     assert d.pulls == [PullEvent("r", "", safe=True)]
     assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
@@ -74,9 +74,9 @@ def test_a_timed_small_pull_says_when_its_fence_was_posted(engine: Any) -> None:
 @pytest.mark.parametrize("passed_on", [False, True])
 def test_a_small_pull_notices_that_its_lease_has_ended(engine: Any, passed_on: bool) -> None:
     p, d = pair(engine)
-    lease, free = p.offer(slot=2), free_words(d)
+    lease, free = p.offer(word_idx=2), free_words(d)
     p.replica.revoke(lease.lease_id, "aborted")
-    word = p.offer("s", slot=2).lease_id if passed_on else 0
+    word = p.offer("s", word_idx=2).lease_id if passed_on else 0
     pull(p, d, lease)
     run(p, d, until=lambda: d.pulls and d.pulls[-1].safe)
     assert d.pulls[-1].error.endswith(f"its lease word 2 holds {word:#x} instead of {lease.lease_id:#x}")
@@ -145,14 +145,14 @@ def test_a_small_pull_waits_if_all_fence_words_are_in_use(engine: Any) -> None:
     assert d.pulls == [PullEvent("r", "", safe=True)]
 
 
-@pytest.mark.parametrize("wrong", ["slot", "id", "pages"])
+@pytest.mark.parametrize("wrong", ["word_idx", "id", "pages"])
 def test_a_small_pull_fails_with_the_same_messages_as_any_other(engine: Any, wrong: str) -> None:
     p, d = pair(engine)
     lease, groups = p.offer(), GROUPS
-    if wrong == "slot":
-        lease = lease._replace(slot=1 << 20)
+    if wrong == "word_idx":
+        lease = lease._replace(word_idx=1 << 20)
     elif wrong == "id":
-        lease = lease._replace(lease_id=0, slot=1)  # A lease word without a lease holds 0.
+        lease = lease._replace(lease_id=0, word_idx=1)  # A lease word without a lease holds 0.
     else:
         groups = [PageCopy(LOCAL, [5, 6, PAGES], (0, 3 * TOKENS))]
     pull(p, d, lease, groups=groups)
@@ -228,10 +228,10 @@ def test_a_fence_without_data_does_not_pass_because_of_an_older_word(engine: Any
     assert "holds 0x0" in d.pulls[-1].error
 
 
-def test_the_word_of_another_slot_is_not_taken_for_it(engine: Any) -> None:
+def test_the_word_of_another_lease_is_not_taken_for_it(engine: Any) -> None:
     p, d = pair(engine)
-    for slot in (7, 0, 7):
-        lease = p.offer(f"slot {slot}", slot=slot)
+    for word_idx in (7, 0, 7):
+        lease = p.offer(f"word {word_idx}", word_idx=word_idx)
         pull(p, d, lease)
         assert d.pulls.pop() == PullEvent("r", "", safe=True)
         run(p, d, until=lambda: p.overs)

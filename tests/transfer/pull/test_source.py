@@ -20,7 +20,7 @@ PAGES = LeasedPages(
     engine_id="p",
     incarnation="i",
     lease_id=0xABC,
-    slot=7,
+    word_idx=7,
     duration_s=30.0,
     num_tokens=24,
     block_ids=((3, 4, 5), (9,)),
@@ -94,7 +94,7 @@ def test_an_answer_that_was_changed_or_has_another_key_is_refused(key: bytes) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"slot": -1}, "Expected `int` >= 0 - at `$.slot`"),
+        ({"word_idx": -1}, "Expected `int` >= 0 - at `$.slot`"),
         ({"duration_s": 0.0}, "Expected `float` > 0"),
         ({"duration_s": 1e9}, "Expected `float` <= 86400"),
         ({"block_ids": ((-1,),)}, "Expected `int` >= 0"),

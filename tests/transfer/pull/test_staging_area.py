@@ -1,4 +1,4 @@
-"""Staged pulls over real NIXL give the same bytes as direct pulls, even with few slabs."""
+"""Staged pulls over real NIXL give the same bytes as direct pulls, even with few buffers."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def pools(request: pytest.FixtureRequest) -> Iterator[tuple[Pool, Pool]]:
     indirect=True,
     ids=["to tokens first", "to heads first", "64 to 16", "8 to 32"],
 )
-@pytest.mark.parametrize("slab_bytes", [staging_area.SLAB_BYTES, 64 << 10])
+@pytest.mark.parametrize("buffer_bytes", [staging_area.BUFFER_BYTES, 64 << 10])
 def test_a_staged_pull_brings_the_bytes_of_the_source(
-    pools: tuple[Pool, Pool], slab_bytes: int, monkeypatch: pytest.MonkeyPatch
+    pools: tuple[Pool, Pool], buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(staging_area, "SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr(staging_area, "BUFFER_BYTES", buffer_bytes)
     source, reader = pools
     start, stop = 64, 64 * 4 + 5
     rng = np.random.default_rng(0)
@@ -102,12 +102,12 @@ def test_a_staged_pull_brings_the_bytes_of_the_source(
     assert source.events[-1].reason == "read"
     assert torch.equal(reader.tokens(ours, start, stop), source.tokens(theirs, start, stop))
     assert torch.equal(reader.tokens(ours, 0, start), before)
-    assert len(read) >= (1 if slab_bytes > 1 << 20 else 3)
-    assert len(area._free) == staging_area.SLABS
+    assert len(read) >= (1 if buffer_bytes > 1 << 20 else 3)
+    assert len(area._free) == staging_area.BUFFERS
 
 
 def test_a_part_whose_first_read_cannot_be_posted_gives_its_slab_back() -> None:
-    """The first READ of a part cannot be posted. An earlier part may be in flight and use its own slab."""
+    """The first READ of a part cannot be posted. An earlier part may be in flight and use its own buffer."""
     page = PageLayout("int16", 2, LAYERS, 2, 0, HEADS, 16, DIM, HEAD_MAJOR)
     theirs = PageLayout("int16", 2, LAYERS, 2, 0, HEADS, 32, DIM, TOKEN_MAJOR)
     local, remote = dense(page, PAGES), dense(theirs, PAGES)
@@ -122,15 +122,15 @@ def test_a_part_whose_first_read_cannot_be_posted_gives_its_slab_back() -> None:
     rig.open()
     rig.add(*parts)
     assert [event.safe for event in rig.polled()] == [False]
-    assert len(area._free) == staging_area.SLABS - 1  # The part in flight still has its slab of the staging area.
+    assert len(area._free) == staging_area.BUFFERS - 1  # The part in flight still has its buffer of the staging area.
     rig.agent.end(0)
     assert [event.safe for event in rig.polled()] == [False, True]
-    assert sorted(area._free) == [*range(staging_area.SLABS)]
+    assert sorted(area._free) == [*range(staging_area.BUFFERS)]
     rig.agent.raise_at = {2: AgentError("no such address")}
     rig.open("next")
     rig.add(staging_area.StagedPart(area, planned, 0, ([0, 1], [0], (0, 32))), key="next")
     assert rig.polled()[-1].safe
-    assert sorted(area._free) == [*range(staging_area.SLABS)]
+    assert sorted(area._free) == [*range(staging_area.BUFFERS)]
 
 
 def test_a_part_that_is_settled_again_does_not_give_back_a_slab_of_another_part() -> None:
@@ -141,27 +141,29 @@ def test_a_part_that_is_settled_again_does_not_give_back_a_slab_of_another_part(
     bases = (memory.ctypes.data,)
     area = staging_area.StagingArea(local, bases)
     planned = plan(local, remote, (bases, bases))
-    parts = [staging_area.StagedPart(area, planned, 0, ([0, 1], [0], (0, 32))) for _ in range(staging_area.SLABS + 1)]
-    assert [part.is_ready() for part in parts] == [True] * staging_area.SLABS + [False]
-    slabs = [part._slab for part in parts[:-1]]
-    assert sorted(slabs) == [*range(staging_area.SLABS)]
+    parts = [staging_area.StagedPart(area, planned, 0, ([0, 1], [0], (0, 32))) for _ in range(staging_area.BUFFERS + 1)]
+    assert [part.is_ready() for part in parts] == [True] * staging_area.BUFFERS + [False]
+    buffers = [part._buffer for part in parts[:-1]]
+    assert sorted(buffers) == [*range(staging_area.BUFFERS)]
     ends = [int(part.local[-1, 0] + part.local[-1, 1]) - area.address for part in parts[:-1]]
-    assert [(end - 1) // staging_area.SLAB_BYTES for end in ends] == slabs, "each part must read into its own slab"
-    parts[-1].settle()  # The last part never got a slab.
+    assert [(end - 1) // staging_area.BUFFER_BYTES for end in ends] == buffers, (
+        "each part must read into its own buffer"
+    )
+    parts[-1].settle()  # The last part never got a buffer.
     assert area._free == []
     parts[0].settle()
     assert parts[-1].is_ready()
     for part in (parts[0], parts[0]):
         part.settle()
-    assert area._free == [], "the slab belongs to another part now"
+    assert area._free == [], "the buffer belongs to another part now"
     for part in (*parts, *parts):
         part.settle()
-    assert sorted(area._free) == [*range(staging_area.SLABS)]
+    assert sorted(area._free) == [*range(staging_area.BUFFERS)]
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(4, 8), (8, 4), (4, 4)])
 def test_every_piece_of_a_staged_pull_ends_at_a_page_end_of_both_sides(ours: int, theirs: int) -> None:
-    """A slab has room only for whole pages, so no page may be divided between two pieces."""
+    """A buffer has room only for whole pages, so no page may be divided between two pieces."""
     pieces = list(_cut((range(100, 110), range(200, 210), (5, 29)), ours, theirs, 8))
     assert [tokens for *_, tokens in pieces] == [(5, 8), (8, 16), (16, 24), (24, 29)]
     for pages, first, size in ((0, 100, ours), (1, 200, theirs)):

@@ -51,19 +51,19 @@ class Threaded:
         time.sleep(seconds)
         return self.polls - before
 
-    def offer(self, slot: int, duration_s: float = 30.0) -> LeaseRef:
-        lease = LeaseRef(new_lease_id(), slot, duration_s)
-        self.thread.offer(LeaseOffer(f"r{slot}", lease))
+    def offer(self, word_idx: int, duration_s: float = 30.0) -> LeaseRef:
+        lease = LeaseRef(new_lease_id(), word_idx, duration_s)
+        self.thread.offer(LeaseOffer(f"r{word_idx}", lease))
         return lease
 
-    def pull(self, p: Threaded, slot: int) -> None:
+    def pull(self, p: Threaded, word_idx: int) -> None:
         """Pulls a page under a new, open lease of another engine."""
-        lease = p.offer(slot)
+        lease = p.offer(word_idx)
         p.until(lambda: any(event.lease_id == lease.lease_id for event in list(p.thread.events)))  # type: ignore[union-attr]
-        self.thread.pull(f"r{slot}", p.engine.source(lease), [PageCopy([1], [4], (0, TOKENS))], 20.0)
+        self.thread.pull(f"r{word_idx}", p.engine.source(lease), [PageCopy([1], [4], (0, TOKENS))], 20.0)
 
-    def ended(self, slot: int) -> bool:
-        return PullEvent(f"r{slot}", "", safe=True) in self.thread.events
+    def ended(self, word_idx: int) -> bool:
+        return PullEvent(f"r{word_idx}", "", safe=True) in self.thread.events
 
     def until(self, ready: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 20
@@ -208,7 +208,7 @@ def test_the_source_polls_often_while_a_reader_may_need_its_polls(
         p.until(lambda: not p.thread._early)  # The events of the last command are delivered.
         return p.thread.call(lambda replica: (act(replica), p.thread._pause())[1])
 
-    running, lease = (LeaseRef(new_lease_id(), slot, 30.0) for slot in (0, 1))
+    running, lease = (LeaseRef(new_lease_id(), word_idx, 30.0) for word_idx in (0, 1))
     assert pause_after(lambda replica: replica.offer(LeaseOffer("r0", running, running=True))) == POLL_S
     assert soon[0] <= pause_after(lambda replica: replica.offer(LeaseOffer("r1", lease))) <= soon[1]
     clock.now += READ_SOON_S
@@ -243,10 +243,12 @@ def test_a_lease_is_granted_when_the_call_returns_unless_the_thread_is_busy(
     threaded: Callable[[str], Threaded],
 ) -> None:
     p, at_once = threaded("p"), False
-    for slot in range(50):  # A poll may be running, so the test tries several times.
-        lease = p.offer(slot)
-        at_once = at_once or (bool(p.thread.events) and p.thread.events[-1] == Offered(f"r{slot}", lease.lease_id, ""))
-        p.until(lambda slot=slot: len(p.thread.events) > slot)  # type: ignore[misc]
+    for word_idx in range(50):  # A poll may be running, so the test tries several times.
+        lease = p.offer(word_idx)
+        at_once = at_once or (
+            bool(p.thread.events) and p.thread.events[-1] == Offered(f"r{word_idx}", lease.lease_id, "")
+        )
+        p.until(lambda word_idx=word_idx: len(p.thread.events) > word_idx)  # type: ignore[misc]
     assert at_once
     with p.thread._turn:
         p.offer(50)
@@ -278,11 +280,11 @@ def test_a_page_of_a_known_source_has_arrived_when_the_call_returns_unless_the_t
 ) -> None:
     p, d = pair
     at_once = False
-    for slot in range(1, 50):  # A poll may be running, so the test tries several times.
+    for word_idx in range(1, 50):  # A poll may be running, so the test tries several times.
         rings = len(d.rung)
-        d.pull(p, slot)
-        at_once = at_once or (d.ended(slot) and d.rung[rings:] == [len(d.thread.events)])
-        d.until(lambda slot=slot: d.ended(slot))  # type: ignore[misc]
+        d.pull(p, word_idx)
+        at_once = at_once or (d.ended(word_idx) and d.rung[rings:] == [len(d.thread.events)])
+        d.until(lambda word_idx=word_idx: d.ended(word_idx))  # type: ignore[misc]
     assert at_once
     with d.thread._turn:
         d.pull(p, 50)

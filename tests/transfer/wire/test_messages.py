@@ -196,7 +196,7 @@ def test_the_pages_of_another_engine_or_lease_are_not_taken_for_these() -> None:
         engine_id="p/1",
         incarnation="i",
         lease_id=5,
-        slot=2,
+        word_idx=2,
         duration_s=9.0,
         num_tokens=17,
         block_ids=((3, 4),),
