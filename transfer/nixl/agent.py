@@ -159,8 +159,8 @@ class Agent:
                 self._agent.create_backend(plugin, params)
                 self.backend = int(self._agent.backends[plugin])
         # `post` calls the bindings directly, because NIXL's Python wrappers first check the type of each argument,
-        # which takes a quarter of the call. The bindings' agent object is not stored here: it is destroyed with its last
-        # reference, and `close` must be able to destroy it.
+        # which takes a quarter of the call. The bindings' agent object is not stored here: it is destroyed with its
+        # last reference, and `close` must be able to destroy it.
         bindings: Any = importlib.import_module("nixl._bindings")
         self._descriptors, self._ended = bindings.nixlXferDList, bindings.NIXL_SUCCESS
         self._self = bindings.NIXL_INIT_AGENT

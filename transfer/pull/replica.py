@@ -79,9 +79,7 @@ class LeaseOffer(NamedTuple):
 
 _MAX_PAUSE_S = 0.25  # in seconds: the longest pause before a source is asked again; see `ReplicaPull`
 _SMALL_BYTES = 1 << 20
-"""In bytes: a pull up to this size counts as small. On a busy machine, waking a thread
-takes twice as long.
-"""
+"""In bytes: a pull up to this size counts as small. On a busy machine, waking a thread takes longer."""
 Event = PullEvent | LeaseOver | Offered
 
 
