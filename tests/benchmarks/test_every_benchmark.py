@@ -5,6 +5,7 @@ checks its own results with `expect`. These tests only check that each benchmark
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import re
 import sys
@@ -17,11 +18,14 @@ import pytest
 import torch
 
 from benchmarks import (
+    asking,
     events,
+    first_contact,
     fleet_trace,
     gpu,
     growth,
     growth_transfer,
+    handover,
     hinted,
     installed,
     layer_groups,
@@ -31,6 +35,8 @@ from benchmarks import (
     placement,
     plan,
     prefix_peers,
+    prompt_digest,
+    scrape,
     settings,
     trace_hints,
     trace_replay,
@@ -139,7 +145,9 @@ def of_growth_transfer(*_: Any) -> list[Row]:
 
 
 RUNS: dict[str, Callable[[Patch, Path], list[Row]]] = {
+    "asking": lambda *_: asking.rows((4,), 2),
     "events": of_events,
+    "first_contact": lambda *_: first_contact.contact(first_contact.PULLED, 2, 2),
     "growth": lambda *_: growth.measure(
         [
             (growth.by_batch, (2,), 2),
@@ -149,6 +157,7 @@ RUNS: dict[str, Callable[[Patch, Path], list[Row]]] = {
         ]
     ),
     "growth_transfer": of_growth_transfer,
+    "handover": lambda *_: handover.measure("small", [2 * handover.BUDGET + 1], 1),
     "installed": lambda *_: [*installed.sizes(), *installed.imports(1)],
     "hinted": lambda *_: hinted.measure(4096, 3),
     "layer_groups": of_layer_groups,
@@ -159,8 +168,10 @@ RUNS: dict[str, Callable[[Patch, Path], list[Row]]] = {
     "placement": of_placement,
     "plan": of_plan,
     "prefix_peers": of_prefix_peers,
+    "prompt_digest": lambda *_: prompt_digest.rows((100,), 2),
     "pulls/figures": of_pulls_figures,
     "pulls/others": lambda *_: others.nixl([(64 << 10, 1)], as_ours=True),
+    "scrape": lambda *_: scrape.rows(((2_000, 3),), 2),
     "settings": lambda *_: [settings.measure(name, 2, "a list", 16) for name in settings.SETTINGS],
     "trace_replay": of_traces,
     "verify_price": lambda *_: [msgspec.to_builtins(price) for price in verify_price.measure(2, 2)],
@@ -171,7 +182,10 @@ RUNS: dict[str, Callable[[Patch, Path], list[Row]]] = {
 @pytest.mark.ci
 @pytest.mark.parametrize("name", RUNS)
 def test_a_benchmark_comes_to_its_end_with_rows(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    rows = RUNS[name](monkeypatch, tmp_path)
+    try:
+        rows = RUNS[name](monkeypatch, tmp_path)
+    finally:
+        gc.unfreeze()
     assert rows
     assert all(rows)
     assert table(json.loads(json.dumps(rows)))

@@ -157,7 +157,7 @@ def with_quotas(case: Case) -> Case:
     return Case(order, model, order.trust, quotas.clear)
 
 
-ORDERS = (plain, hinted, owned, hinted_and_owned, of_the_example)
+ORDERS = (hinted, owned, plain, hinted_and_owned, of_the_example)
 
 
 class Moves:

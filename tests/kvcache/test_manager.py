@@ -14,7 +14,6 @@ from kvcache import (
     InvalidParamsError,
     InvalidRequestError,
     KVCacheError,
-    KVCacheMetrics,
     KVCacheParams,
     NoFreeRowError,
     NotReservedError,
@@ -188,41 +187,6 @@ def test_claim_as_a_context_manager_releases_at_the_end(make: Any) -> None:
 # ---- reserving
 
 
-def test_a_failed_reserve_after_a_hit_changes_nothing_and_works_later(make: Any) -> None:
-    # In the documented version, a failed reservation leaves `start_idx` advanced and pages held. Its retry fails an
-    # assert.
-    manager = make(8, page_size=4)
-    run(manager, [owner := claimed(manager, range(16))])
-    manager.release(owner.request_id)
-    hog = claimed(manager, range(100, 112))
-    assert manager.maybe_reserve(hog)
-    late = claimed(manager, [*range(16), *range(50, 58)])
-    free, metrics = manager.num_free_blocks, manager.metrics
-    assert not manager.maybe_reserve(late)
-    assert (late.start_idx, late.active_idx, late.end_idx) == (0, 24, 24)
-    assert manager.get_req_blocks(late.request_id) == []
-    assert (manager.num_free_blocks, manager.metrics) == (free, metrics)
-    assert not manager.maybe_reserve(late)
-    manager.release(hog.request_id)
-    assert manager.maybe_reserve(late)
-    assert late.start_idx == 16
-    manager.release(late.request_id)
-    assert manager.num_free_blocks == 8
-
-
-def test_idle_pages_of_a_hit_do_not_also_count_as_free(make: Any) -> None:
-    manager = make(7, page_size=4)
-    run(manager, [owner := claimed(manager, range(16))])
-    manager.release(owner.request_id)
-    assert manager.maybe_reserve(claimed(manager, [99]))
-    # The prefix takes 4 of the 6 free pages, so only 2 pages are left. The request needs 3 new pages.
-    assert not manager.maybe_reserve(long := claimed(manager, range(28)))
-    manager.release(long.request_id)
-    assert manager.maybe_reserve(fits := claimed(manager, range(24)))
-    assert fits.start_idx == 16
-    assert manager.num_free_blocks == 0
-
-
 def test_a_prompt_larger_than_the_pool_is_refused_before_anything_changes(make: Any) -> None:
     manager = make(4, page_size=4)
     context = claimed(manager, range(17), request_id="big")
@@ -279,45 +243,6 @@ def test_reserve_batch_gives_each_its_answer(make: Any) -> None:
 # ---- prefix caching
 
 
-def test_a_full_hit_is_impossible(make: Any) -> None:
-    manager = make(32, page_size=4)
-    run(manager, [owner := claimed(manager, range(28))])
-    manager.release(owner.request_id)
-    same = claimed(manager, range(28))
-    assert manager.maybe_reserve(same)
-    # The prompt has exactly 7 pages. The request finds 6 of them, because its last token has to run.
-    assert same.start_idx == 24
-
-
-def test_two_requests_that_compute_the_same_page_share_it_after_step(make: Any) -> None:
-    manager = make(32, page_size=128, max_seq_len=2048)
-    twins = [claimed(manager, range(1000)) for _ in range(2)]
-    for twin in twins:
-        assert manager.maybe_reserve(twin)
-    first, second = (manager.get_req_blocks(twin.request_id) for twin in twins)
-    assert not set(first) & set(second)
-    assert manager.num_free_blocks == 16
-    manager.fetch(twins)
-    for twin in twins:
-        twin.update(7)
-    manager.step(twins)
-    first, second = (manager.get_req_blocks(twin.request_id) for twin in twins)
-    assert first[:7] == second[:7]
-    assert first[7] != second[7]
-    assert manager.num_free_blocks == 32 - 9
-
-
-def test_generated_tokens_are_found_by_the_next_turn(make: Any) -> None:
-    manager = make(32, page_size=4)
-    turn = claimed(manager, range(6))
-    for token in range(100, 107):
-        run(manager, [turn], token)
-    manager.release(turn.request_id)
-    following = claimed(manager, [*range(6), *range(100, 107), 50, 51])
-    assert manager.maybe_reserve(following)
-    assert following.start_idx == 12  # The first turn has 13 tokens. 12 of them have KV, which fills three pages.
-
-
 def test_salts_keep_requests_apart(make: Any) -> None:
     manager = make(32, page_size=4)
     run(manager, [claimed(manager, range(9), cache_salt="a")])
@@ -325,107 +250,6 @@ def test_salts_keep_requests_apart(make: Any) -> None:
         context = claimed(manager, range(9), cache_salt=salt)
         assert manager.maybe_reserve(context)
         assert context.start_idx == start, salt
-
-
-def test_a_chunk_finds_pages_that_another_request_has_published_meanwhile(make: Any) -> None:
-    manager = make(32, page_size=4)
-    slow = claimed(manager, range(20))
-    assert manager.maybe_reserve(slow)
-    slow.set_token_indices(active_idx=5)
-    run(manager, [slow])
-    assert (slow.start_idx, slow.active_idx) == (5, 20)
-    quick = claimed(manager, range(20))
-    run(manager, [quick])
-    free = manager.num_free_blocks
-    assert manager.maybe_reserve(slow)
-    assert slow.start_idx == 16
-    assert manager.get_req_blocks(slow.request_id)[:4] == manager.get_req_blocks(quick.request_id)[:4]
-    assert manager.num_free_blocks == free + 3  # The request has given back its own copies of pages 1 to 3.
-
-
-def test_a_hit_that_saves_no_token_replaces_no_page_before_step(make: Any) -> None:
-    manager = make(32, page_size=4)
-    slow = claimed(manager, range(20))
-    assert manager.maybe_reserve(slow)
-    slow.set_token_indices(active_idx=8)
-    manager.fetch([slow])
-    slow.update(0)  # Eight tokens have run, but no step has recorded them.
-    quick = claimed(manager, [*range(8), 99])
-    run(manager, [quick])
-    pages = manager.get_req_blocks(slow.request_id)
-    assert manager.maybe_reserve(slow)
-    assert manager.get_req_blocks(slow.request_id) == pages
-    manager.step([slow])
-    assert manager.get_req_blocks(slow.request_id)[:2] == manager.get_req_blocks(quick.request_id)[:2]
-
-
-def test_a_hit_past_the_chunk_moves_the_chunk(make: Any) -> None:
-    manager = make(32, page_size=4)
-    run(manager, [claimed(manager, range(20))])
-    context = claimed(manager, range(20))
-    context.set_token_indices(active_idx=2)
-    assert manager.maybe_reserve(context)
-    assert (context.start_idx, context.active_idx) == (16, 18)
-
-
-def test_dropped_tokens_are_never_found_after_the_tokens_that_replaced_them(make: Any) -> None:
-    manager = make(32, page_size=4)
-    draft = claimed(manager, range(12))
-    assert manager.maybe_reserve(draft)  # This call has hashed the pages of all twelve tokens.
-    draft.set_token_indices(active_idx=6, end_idx=6)
-    for token in (90, 91, 92):
-        run(manager, [draft], token)
-    for tokens, start in ((range(12), 4), ([*range(6), 90, 91, 92], 8)):
-        context = claimed(manager, tokens)
-        assert manager.maybe_reserve(context)
-        assert context.start_idx == start
-
-
-def test_without_prefix_caching_no_page_is_kept(make: Any) -> None:
-    manager = make(8, page_size=4, caching=False)
-    run(manager, [owner := claimed(manager, range(8))])
-    manager.release(owner.request_id)
-    again = claimed(manager, range(8))
-    assert manager.maybe_reserve(again)
-    assert again.start_idx == 0
-    assert manager.metrics.cache_tokens == 0
-
-
-def test_a_reset_request_that_kept_its_pages_finds_them_again(make: Any) -> None:
-    manager = make(8, page_size=4)
-    run(manager, [context := claimed(manager, range(10))])
-    context.reset()
-    assert manager.maybe_reserve(context)
-    assert context.start_idx == 8
-    # The hit has saved no prompt token, because the request has computed these tokens itself.
-    assert manager.metrics.cache_tokens == 0
-
-
-def test_pages_that_were_never_published_are_reused_before_cached_pages(make: Any) -> None:
-    manager = make(8, page_size=4)
-    run(manager, [useful := claimed(manager, range(12))])
-    manager.release(useful.request_id)
-    partial = claimed(manager, range(50, 53))
-    run(manager, [partial])
-    manager.release(partial.request_id)
-    assert manager.maybe_reserve(other := claimed(manager, range(200, 220)))
-    assert manager.metrics.evictions == 0
-    manager.release(other.request_id)
-    again = claimed(manager, range(12))
-    assert manager.maybe_reserve(again)
-    assert again.start_idx == 8
-
-
-def test_the_tail_of_a_prefix_is_evicted_first(make: Any) -> None:
-    manager = make(8, page_size=4)
-    run(manager, [old := claimed(manager, range(32))])
-    manager.release(old.request_id)
-    assert manager.maybe_reserve(new := claimed(manager, range(100, 108)))
-    assert manager.metrics.evictions == 2
-    manager.release(new.request_id)
-    again = claimed(manager, range(32))
-    assert manager.maybe_reserve(again)
-    assert again.start_idx == 24
 
 
 def test_evicted_pages_are_handed_out_in_ascending_order(make: Any) -> None:
@@ -443,38 +267,6 @@ def test_evicted_pages_are_handed_out_in_ascending_order(make: Any) -> None:
     assert manager.metrics.evictions == 5
     pages = manager.get_req_blocks(following.request_id)
     assert pages == sorted(pages)
-
-
-def test_the_least_recently_used_page_is_evicted_first_and_a_hit_counts_as_use(make: Any) -> None:
-    manager = make(6, page_size=4)
-    for start in (0, 100, 200):
-        run(manager, [one := claimed(manager, range(start, start + 8))])
-        manager.release(one.request_id)
-    run(manager, [again := claimed(manager, range(8))])
-    manager.release(again.request_id)
-    run(manager, [claimed(manager, range(300, 308))])  # The request takes the pages of prompt 100.
-    for start, hit in ((0, 4), (200, 4), (100, 0)):
-        probe = TextContext(range(start, start + 8), 64)
-        with manager.claim(probe):
-            assert manager.maybe_reserve(probe)
-            assert probe.start_idx == hit, start
-
-
-def test_reset_prefix_cache_forgets_pages_in_use_too(make: Any) -> None:
-    manager = make(32, page_size=4)
-    run(manager, [held := claimed(manager, range(9))])
-    run(manager, [gone := claimed(manager, range(100, 109))])
-    manager.release(gone.request_id)
-    lease = manager.lease(held.request_id)
-    manager.reset_prefix_cache()
-    for tokens in (range(9), range(100, 109)):
-        context = claimed(manager, tokens)
-        assert manager.maybe_reserve(context)
-        assert context.start_idx == 0
-        manager.release(context.request_id)
-    manager.release(held.request_id)
-    manager.end_lease(lease)
-    assert manager.num_free_blocks == 32
 
 
 # ---- fetch
@@ -499,16 +291,6 @@ def test_unused_entries_name_the_null_page(make: Any) -> None:
     (entry,) = manager.fetch([long, short])
     assert entry.lookup_table.tolist() == [[1, 2, 3], [4, 0, 0]]
     assert not entry.blocks[0].any()
-
-
-def test_a_batch_in_any_order_gets_the_rows_of_its_requests(make: Any) -> None:
-    manager = make(32, page_size=4)
-    contexts = [claimed(manager, range(start, start + 5)) for start in (0, 10, 20, 30)]
-    assert manager.reserve_batch(contexts).all()
-    for order in ([0, 1, 2, 3], [3, 1], [2], [1, 2, 3], [3, 2, 1, 0]):
-        (entry,) = manager.fetch([contexts[at] for at in order])
-        wanted = [manager.get_req_blocks(contexts[at].request_id) for at in order]
-        assert entry.lookup_table.tolist() == wanted
 
 
 def test_rows_in_claim_order_are_a_view_of_the_block_table(make: Any) -> None:
@@ -578,15 +360,6 @@ def test_step_refuses_tokens_that_have_no_page_before_touching_any_request(make:
         manager.block_table(fine.request_id)  # The prompt has run, but no `step` has recorded it.
 
 
-def test_release_gives_everything_back_once(make: Any) -> None:
-    manager = make(8, page_size=4)
-    run(manager, [context := claimed(manager, range(9))])
-    manager.release(context.request_id)
-    assert manager.num_free_blocks == 8
-    with pytest.raises(UnknownRequestError, match="release"):
-        manager.release(context.request_id)
-
-
 # ---- replicas
 
 
@@ -642,25 +415,6 @@ def test_increment_cache_lengths_splits_the_offsets_by_replica_and_refuses_wrong
 # ---- counters
 
 
-def test_metrics_count_each_prompt_token_once(make: Any) -> None:
-    manager = make(64, page_size=4)
-    context = claimed(manager, range(20))
-    assert manager.maybe_reserve(context)
-    for end in (8, 15):
-        context.set_token_indices(active_idx=end)
-        run(manager, [context])
-    for _ in range(5):
-        run(manager, [context])
-    assert manager.metrics == KVCacheMetrics(input_tokens=20)
-    run(manager, [claimed(manager, range(20))])
-    assert (manager.metrics.input_tokens, manager.metrics.cache_tokens) == (24, 16)
-    assert manager.metrics.prompt_tokens == 40
-    assert manager.metrics.cache_hit_rate == pytest.approx(0.4)
-    manager.reset_metrics()
-    assert manager.metrics == KVCacheMetrics()
-    assert manager.metrics.cache_hit_rate == 0.0
-
-
 def test_a_prompt_is_counted_when_it_runs_or_at_the_latest_by_its_step(make: Any) -> None:
     manager = make(32, page_size=4)
     context = claimed(manager, range(10))
@@ -676,33 +430,6 @@ def test_a_prompt_is_counted_when_it_runs_or_at_the_latest_by_its_step(make: Any
     assert manager.metrics.input_tokens == 10
     run(manager, [context])
     assert manager.metrics.input_tokens == 10
-
-
-def test_tokens_generated_before_a_step_do_not_count_as_prompt_tokens(make: Any) -> None:
-    manager = make(32, page_size=4)
-    context = claimed(manager, range(10))
-    assert manager.maybe_reserve(context, num_steps=4)
-    for token in range(4):
-        context.update(token)
-    manager.step([context])
-    assert manager.metrics.input_tokens == 10
-
-
-def test_tokens_generated_in_a_batch_with_a_prompt_do_not_count_as_prompt_tokens(make: Any) -> None:
-    manager = make(32, page_size=4)
-    decoding = claimed(manager, range(10))
-    run(manager, [decoding])
-    run(manager, [decoding, claimed(manager, range(50, 59))])
-    assert manager.metrics.input_tokens == 10 + 9
-
-
-def test_the_next_request_of_a_row_is_counted_as_the_first_was(make: Any) -> None:
-    manager = make(32, page_size=4, rows=1)
-    for number in range(3):
-        context = claimed(manager, [number] * (10 + number))
-        run(manager, [context])
-        manager.release(context.request_id)
-    assert manager.metrics.input_tokens == 10 + 11 + 12
 
 
 def test_shares_are_fractions_over_replicas(make: Any) -> None:
@@ -876,53 +603,3 @@ def test_a_context_that_refuses_its_new_start_changes_no_page(make: Any) -> None
         manager.maybe_reserve(stubborn)
     assert manager.num_free_blocks == free
     assert manager.get_req_blocks(stubborn.request_id) == []
-
-
-# ---- a list with one request, for which the manager makes no arrays
-
-
-def in_a_tuple(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
-    """Runs one step with the requests in a tuple. A tuple takes the general code for any number of requests."""
-    assert manager.maybe_reserve(contexts[0])
-    manager.fetch(tuple(contexts))
-    contexts[0].update(7)
-    manager.step(tuple(contexts))
-
-
-@pytest.mark.parametrize("caching", [True, False])
-def test_a_batch_of_one_request_is_served_like_a_larger_batch(make: Any, caching: bool) -> None:
-    one, many = make(16, page_size=4, caching=caching), make(16, page_size=4, caching=caching)
-    contexts = [claimed(manager, range(6), request_id="r") for manager in (one, many)]
-    for _ in range(14):  # The tokens cross three ends of pages.
-        run(one, contexts[:1])
-        in_a_tuple(many, contexts[1:])
-        for manager, context in zip((one, many), contexts, strict=True):
-            assert manager.maybe_reserve(context)
-            manager.check()
-        (by_list,), (by_tuple,) = one.fetch(contexts[:1]), many.fetch((contexts[1],))
-        for ours, theirs in zip(by_list[1:4], by_tuple[1:4], strict=True):
-            assert ours.dtype == theirs.dtype
-            assert ours.tolist() == theirs.tolist()
-        assert one.block_table("r") == many.block_table("r")
-        assert one.metrics == many.metrics
-
-
-def test_a_batch_of_one_request_is_refused_like_a_larger_batch(make: Any) -> None:
-    manager = make(16, page_size=4)
-    context = claimed(manager, range(4), request_id="r")
-    run(manager, [context])
-    with pytest.raises(NotReservedError, match="'r': 5 tokens, but its reserved pages hold 4"):
-        manager.fetch([context])
-    context.update(7)
-    with pytest.raises(NotReservedError, match="'r': 5 tokens computed"):
-        manager.step([context])
-    context.set_token_indices(start_idx=4)
-    assert manager.maybe_reserve(context)
-    run(manager, [context])
-    lease = manager.lease("r")
-    manager.block_table("r")
-    context.set_token_indices(start_idx=2, active_idx=5)
-    with pytest.raises(InvalidRequestError, match="'r'"):
-        manager.fetch([context])
-    manager.end_lease(lease)
-    manager.fetch([context])

@@ -89,7 +89,6 @@ HANDWRITTEN: tuple[Module, ...] = (
         [
             Mutation("RowTables.every", "^ self._mixed[tables]", "^ self._mixed[:1]"),
             Mutation("RowTables.publish", "own[~duplicate], names[~duplicate]", "own, names"),
-            Mutation("RowTables.plan", "self._seen(group, start)", "self._seen(group, context.end_idx - 1)"),
         ],
     ),
     Module(
@@ -199,17 +198,6 @@ HANDWRITTEN: tuple[Module, ...] = (
         [
             Mutation("PagedStates.store", "self._written, kinds", "self._pages, kinds"),
             Mutation("_shape_of", "mixer.head_v_dim, mixer.num_k_heads", "mixer.head_v_dim, mixer.num_v_heads"),
-        ],
-    ),
-    Module(
-        "kvcache.replica.devices",
-        [
-            Mutation(
-                "ReplicaPageMoves.staying",
-                "self._replica.tables.pages(row, self._replica.rows.num_pages.item(row))",
-                "self._replica.rows.pages(row)",
-            ),
-            Mutation("ReplicaPageMoves.move", "(moved != table).any(axis=(0, 2))", "False"),
         ],
     ),
     Module(

@@ -40,30 +40,6 @@ def test_pop_explained_returns_the_reason_for_each_page() -> None:
     assert reasons.tolist() == [BY_HINT, 0, 0]
 
 
-def test_without_a_share_the_order_is_plain_lru_whatever_the_hints() -> None:
-    order = order_of(0.0)
-    said(order, LAST, 1, 2)
-    said(order, FIRST, 3, 4)
-    said(order, None, 5)
-    order.check()
-    assert order.pop(5).tolist() == [1, 2, 3, 4, 5]
-
-
-def test_pages_with_a_hint_to_go_first_are_evicted_first_and_the_others_by_the_lead_of_their_hint() -> None:
-    order = order_of()
-    said(order, LAST, 1, 2)
-    said(order, Retention(priority=75), 3)
-    said(order, None, 4, 5)
-    said(order, Retention(priority=25), 6)
-    said(order, FIRST, 7, 8)
-    order.check()
-    assert order.pop(3).tolist() == [7, 8, 6]
-    assert order.pop(2).tolist() == [4, 5]
-    order.check()
-    assert order.pop(3).tolist() == [3, 1, 2]
-    assert order.count == 0
-
-
 def test_a_hint_decays_and_never_pins() -> None:
     order = order_of()
     said(order, LAST, 1)
@@ -77,14 +53,6 @@ def test_a_hint_decays_and_never_pins() -> None:
     assert order.pop(3).tolist() == [3, 1, 4]
 
 
-def test_only_the_share_follows_hints() -> None:
-    order = order_of(0.5)
-    said(order, None, *range(1, 11))
-    said(order, FIRST, *range(11, 21))  # The newer half of the pages follows LRU, although these pages have a hint.
-    assert order.pop(10).tolist() == [*range(1, 11)]
-    order.check()
-
-
 def test_appending_no_pages_does_not_change_which_pages_follow_hints() -> None:
     order = order_of(0.5)
     order.append(pages(1, 2, 3, 4))
@@ -92,29 +60,6 @@ def test_appending_no_pages_does_not_change_which_pages_follow_hints() -> None:
     before = order.positions(np.array([3, 4])).tolist()
     order.append(pages())
     assert order.positions(np.array([3, 4])).tolist() == before
-
-
-def test_a_hint_has_no_effect_after_its_time_to_live() -> None:
-    now = [0.0]
-    order = order_of(clock=lambda: now[0])
-    said(order, Retention(session_continues=True, ttl_s=5.0), 1)
-    said(order, Retention(session_continues=True, ttl_s=100.0), 2)
-    said(order, None, 3, 4)
-    assert order.pop(1).tolist() == [3]
-    now[0] = 6.0
-    assert order.pop(2).tolist() == [1, 4]
-    now[0] = 101.0
-    said(order, None, 5)
-    assert order.pop(2).tolist() == [2, 5]
-
-
-def test_a_hint_to_go_first_has_no_effect_after_its_time_to_live_either() -> None:
-    now = [0.0]
-    order = order_of(clock=lambda: now[0])
-    for hint, page in ((FIRST, 1), (None, 2), (FIRST, 3), (None, 4)):
-        said(order, hint and Retention(session_continues=False, ttl_s=5.0), page)
-    now[0] = 6.0
-    assert order.pop(4).tolist() == [1, 2, 3, 4]
 
 
 def test_a_page_that_moves_takes_its_hint_and_its_time_along() -> None:
@@ -129,28 +74,6 @@ def test_a_page_that_moves_takes_its_hint_and_its_time_along() -> None:
     said(order, None, 4)
     now[0] = 6.0
     assert order.pop(4).tolist() == [13, 4, 11, 2]
-
-
-def test_several_hints_expire_one_by_one() -> None:
-    now = [0.0]
-    order = order_of(clock=lambda: now[0])
-    said(order, Retention(session_continues=True, ttl_s=100.0), 1)
-    said(order, Retention(session_continues=True, ttl_s=5.0), 2)
-    now[0] = 3.0
-    said(order, Retention(session_continues=True, ttl_s=5.0), 3)
-    said(order, None, 4)
-    now[0] = 6.0
-    assert order.pop(2).tolist() == [2, 4]
-    order.check()
-
-
-def test_an_evicted_page_loses_its_hint() -> None:
-    order = order_of()
-    said(order, LAST, 1)
-    assert order.pop(1).tolist() == [1]
-    said(order, None, 1)
-    said(order, None, 2)
-    assert order.pop(1).tolist() == [1]
 
 
 def test_with_any_hints_the_order_keeps_the_pages_that_lru_keeps_in_a_pool_smaller_by_the_share() -> None:
@@ -183,28 +106,6 @@ def test_check_names_an_inconsistent_order() -> None:
     order.count = 3
     with pytest.raises(InvariantError, match="holds 2 pages, but count is 3"):
         order.check()
-
-
-def test_after_an_interrupt_pages_that_are_appended_again_keep_their_hints() -> None:
-    order = order_of(1.0)
-    said(order, LAST, 1, 2)
-    said(order, FIRST, 3, 4)
-    said(order, None, 5, 6)
-    order.count = 17  # an interrupt may leave this count
-    order.clear()
-    order.check()
-    assert order.count == 0
-    order.append(pages(5, 1, 3, 6))
-    order.check()
-    assert order.pop(4).tolist() == [3, 5, 6, 1]
-
-
-def test_a_share_that_is_set_later_applies_from_then_on() -> None:
-    order = order_of(0.0)
-    order.trust(1.0)
-    said(order, None, 1)
-    said(order, FIRST, 2)
-    assert order.pop(2).tolist() == [2, 1]
 
 
 def test_leads_are_in_pool_sizes_of_the_share_and_that_of_the_next_page_ends_with_its_time() -> None:

@@ -25,33 +25,6 @@ def owned(order: QuotaOrder, quotas: TenantQuotas, salt: str | None, *ids: int) 
     order.append(pages(*ids))
 
 
-def test_a_tenants_pages_above_its_quota_go_first() -> None:
-    quotas = TenantQuotas(POOL, 0.1, {"big": 0.2})
-    order = QuotaOrder(LruOrder(POOL), quotas)
-    owned(order, quotas, None, 1, 2, 3, 4, 5, 6)
-    owned(order, quotas, "small", 10, 11, 12, 13, 14)
-    owned(order, quotas, "big", 20, 21, 22, 23, 24, 25, 26)
-    order.check()
-    # These three pages are above quotas of 3 and 6 pages. All other pages belong to tenants without a quota.
-    assert order.pop(3).tolist() == [10, 11, 20]
-    order.check()
-    assert order.pop(8).tolist() == [1, 2, 3, 4, 5, 6, 12, 13]
-    order.check()
-
-
-def test_held_pages_do_not_count_towards_a_quota() -> None:
-    quotas = TenantQuotas(POOL, 0.1, {})
-    order = QuotaOrder(LruOrder(POOL), quotas)
-    owned(order, quotas, "a", 1, 2, 3, 4, 5)
-    owned(order, quotas, "b", 6)
-    order.remove(pages(1, 2))
-    assert order.pop(1).tolist() == [3]  # Page 3 is evicted by its age, because "a" has only three pages left.
-    owned(order, quotas, "a", 1, 2)
-    gone, why = order.pop_explained(1)
-    assert (gone.tolist(), why.tolist()) == ([4], [BY_QUOTA])
-    order.check()
-
-
 def test_a_tenant_s_pages_are_evicted_up_to_its_oldest_slab_and_its_slabs_up_to_its_oldest_page() -> None:
     quotas = TenantQuotas(POOL, 0.0, {})
     quotas.own(pages(1, 2, 3), "a")

@@ -20,8 +20,7 @@ from kvcache import (
     SequenceTooLongError,
     TextContext,
 )
-from kvcache.replica.batch import _STEPS_KEPT, Batch, Gathered
-from kvcache.replica.replica import Replica
+from kvcache.replica.batch import _STEPS_KEPT, Batch
 from tests.kvcache.random_model.interrupts import interrupted
 from tests.kvcache.random_model.moves import OwnContext
 
@@ -90,70 +89,6 @@ def test_steps_ahead_are_reserved_and_fetched(make: Any) -> None:
         manager.step(batch)
 
 
-def test_one_step_publishes_pages_that_became_full_at_different_tokens(make: Any) -> None:
-    plain, batched = make(64, page_size=4), make(64, page_size=4)
-    theirs, ours = running(plain, [5, 6, 7]), running(batched, [5, 6, 7])
-    batch = batched.batch(ours)
-    assert batched.reserve_batch(batch, 3).all()
-    assert plain.reserve_batch(theirs, 3).all()
-    # The first token fills a page of the third request, the second token a page of the second request, and the third
-    # token a page of the first request.
-    for token in (1, 5, 2):
-        batch.update([token, token + 1, token + 2])
-        for at, context in enumerate(theirs):
-            context.update(token + at)
-    batched.step(batch)
-    plain.step(theirs)
-    for mine, wanted in zip(ours, theirs, strict=True):
-        table = batched.block_table(mine.request_id)
-        assert len(table.digests) == 2 * 32
-        assert table.digests == plain.block_table(wanted.request_id).digests
-
-
-def test_a_step_that_fills_no_page_asks_for_no_digest(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, asked = make(64, page_size=4), list[int]()
-    contexts = running(manager, [4, 4, 4])
-    digests = Gathered.digests
-    monkeypatch.setattr(Gathered, "digests", lambda self, at, *rest: asked.append(len(at)) or digests(self, at, *rest))
-    for _ in range(8):
-        assert manager.reserve_batch(contexts).all()
-        manager.fetch(contexts)
-        for context in contexts:
-            context.update(3)
-        manager.step(contexts)
-    assert asked == [3, 3]
-
-
-@pytest.mark.parametrize("dp", [1, 2])
-def test_only_requests_whose_newest_token_begins_a_page_are_examined(
-    make: Any, dp: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager, asked = make(96, page_size=4, dp=dp), dict[str, list[int]]()
-    contexts = running(manager, [4, 5, 7, 8, 9, 11, 12, 13])
-    for name in ("reserve_decoding", "filled"):
-        call = getattr(Replica, name)
-        monkeypatch.setattr(
-            Replica,
-            name,
-            lambda self, rows, tokens, *rest, name=name, call=call: (
-                asked.setdefault(name, []).append(len(tokens)) or call(self, rows, tokens, *rest)
-            ),
-        )
-    batch = manager.batch(contexts)
-    for step in range(12):
-        asked.clear()
-        assert manager.reserve_batch(batch).all()
-        batch.update([step] * len(contexts))
-        manager.step(batch)
-        computed = batch.starts
-        for context, start in zip(contexts, computed.tolist(), strict=True):
-            rows = manager._replicas.each[manager.get_replica(context)].rows
-            assert rows.committed[rows.row_of[context.request_id]] == start // 4
-        if step > 1:
-            assert sum(asked.get("reserve_decoding", [])) == np.count_nonzero(computed % 4 == 1)
-            assert sum(asked.get("filled", [])) == np.count_nonzero(computed % 4 == 0)
-
-
 def test_a_request_past_the_longest_is_refused_where_another_takes_a_page(make: Any) -> None:
     manager = make(64, page_size=4, max_seq_len=6)
     batch = manager.batch(running(manager, [4, 2]))
@@ -166,23 +101,6 @@ def test_a_request_past_the_longest_is_refused_where_another_takes_a_page(make: 
     assert batch.lengths.tolist() == [7, 5]
     with pytest.raises(SequenceTooLongError, match="7 tokens"):
         manager.reserve_batch(batch)
-
-
-@pytest.mark.parametrize("dp", [1, 2])
-def test_the_longest_request_of_each_replica_is_known_as_requests_grow(make: Any, dp: int) -> None:
-    manager = make(96, page_size=4, dp=dp)
-    contexts = running(manager, [4, 5, 9, 13, 6, 7])
-    batch = manager.batch(contexts)
-    for _ in range(6):
-        assert manager.reserve_batch(batch).all()
-        batch.update([3] * len(contexts))
-        assert manager.reserve_batch(batch).all()
-        for replica, inputs in enumerate(manager.fetch(batch)):
-            mine = [context.end_idx for context in contexts if manager.get_replica(context) == replica]
-            assert inputs.max_lengths.tolist() == [[1, max(mine)]]
-            assert inputs.cache_lengths.tolist() == [length - 1 for length in mine]
-            assert inputs.lookup_table.shape == (len(mine), -(-max(mine) // 4))
-        manager.step(batch)
 
 
 def test_a_request_that_was_claimed_again_is_examined_wherever_its_newest_token_lies(make: Any) -> None:
@@ -219,21 +137,6 @@ def test_a_request_that_was_claimed_again_for_another_context_is_refused(make: A
         manager.fetch(batch)
 
 
-def test_contexts_catch_up_when_they_are_read(make: Any) -> None:
-    manager = make(64, page_size=4)
-    contexts = running(manager, [4, 5])
-    batch = manager.batch(contexts)
-    for token in (10, 11, 12):
-        assert manager.reserve_batch(batch).all()
-        batch.update(np.array([token, token + 10]))
-        manager.step(batch)
-    assert contexts[1].tokens.tolist()[-3:] == [20, 21, 22]
-    assert (contexts[0].start_idx, contexts[0].active_idx, contexts[0].end_idx) == (7, 8, 8)
-    assert contexts[0].active_length == 1
-    assert contexts[0].current_length == 8
-    assert "end=8" in repr(contexts[0])
-
-
 def test_lengths_and_last_tokens_are_those_of_the_contexts(make: Any) -> None:
     manager = make(64, page_size=4)
     contexts = running(manager, [4, 5, 7])
@@ -258,25 +161,6 @@ def test_lengths_and_last_tokens_are_those_of_the_contexts(make: Any) -> None:
     expect()
     contexts[0].update(8)
     expect()
-
-
-def test_a_batch_of_one_is_fetched_like_a_larger_batch(make: Any) -> None:
-    manager = make(64, page_size=4)
-    contexts = running(manager, [5, 9])
-    assert manager.fetch(contexts)[0].max_lengths.tolist() == [[1, 10]]
-    assert [manager.fetch([one])[0].max_lengths.tolist() for one in contexts] == [[[1, 6]], [[1, 10]]]
-
-
-def test_a_batch_of_one_says_how_many_tokens_it_runs(make: Any) -> None:
-    manager = make(64, page_size=4)
-    context = TextContext(np.arange(6), 64, "0")
-    manager.external_claim("0")
-    assert manager.maybe_reserve(context)
-    context.set_token_indices(active_idx=4)
-    manager.fetch([context])
-    context.update(0)
-    manager.step([context])
-    assert manager.fetch(manager.batch([context]))[0].max_lengths.tolist() == [[2, 6]]
 
 
 def test_a_step_past_the_pages_is_refused(make: Any) -> None:
@@ -315,23 +199,6 @@ def test_a_context_that_was_moved_outside_of_the_batch_is_read_again(make: Any) 
     # The batch has not read its contexts yet.
     assert batch.ends.tolist() != [context.end_idx for context in contexts]
     assert manager.fetch(batch)[0].cache_lengths.tolist() == [context.start_idx for context in contexts]
-
-
-def test_prefill_decode_and_chunks_in_one_batch(make: Any) -> None:
-    manager = make(64, page_size=4)
-    decoding = running(manager, [5])
-    fresh = TextContext(range(100, 120), 64)
-    manager.external_claim(fresh.request_id)
-    batch = manager.batch([*decoding, fresh])
-    fresh.set_token_indices(active_idx=9)
-    for start, run in ((0, 9), (9, 11), (20, 1), (21, 1)):
-        assert manager.reserve_batch(batch).all()
-        (entry,) = manager.fetch(batch)
-        assert entry.cache_lengths.tolist()[1] == fresh.start_idx == start
-        assert entry.max_lengths.tolist() == [[run, fresh.active_idx]]
-        batch.update([1, 2])
-        manager.step(batch)
-    assert fresh.tokens.tolist() == [*range(100, 120), 2, 2, 2]
 
 
 def test_invalid_tokens_change_nothing(make: Any) -> None:

@@ -122,17 +122,6 @@ def test_a_file_that_is_not_full_is_written_late(served: Make) -> None:
     assert len(files_of(it)._writer.jobs[0].slots) == 10
 
 
-def test_pages_that_the_host_has_lost_are_loaded_from_files(served: Make) -> None:
-    it = served(8, 8)
-    it.serve(PROMPT)
-    down(it)
-    it.fill(8)
-    it.fill(8)
-    down(it)
-    assert it.serve(PROMPT) == 16
-    assert it.manager.metrics.file_blocks_read == 4
-
-
 @pytest.mark.parametrize("other", ["key", "salt", "dim", "algorithm", "page_order"])
 def test_pages_of_another_kind_are_not_found(served: Make, other: str) -> None:
     it = served(layers=2, heads=2)

@@ -30,27 +30,6 @@ def index(*files: tuple[str, int, tuple[int, ...]], max_bytes: int = 100) -> Fil
     return made
 
 
-@pytest.mark.parametrize(
-    ("size", "gone"), [(30, []), (31, ["a"]), (50, ["a"]), (51, ["a", "b"]), (200, ["a", "b", "c"])]
-)
-def test_a_new_file_evicts_no_more_files_than_it_needs(size: int, gone: list[str]) -> None:
-    made = index(("a", 20, (1,)), ("b", 20, (2,)), ("c", 30, (3,)))
-    assert made.room_for(size) == gone
-    assert made.names == {"a", "b", "c"} - {*gone}
-    assert made.bytes == 70 - 20 * len(gone[:2]) - 30 * len(gone[2:])
-    assert (made.find(digests(1, 2, 3)) == NO_ENTRY).tolist() == [name in gone for name in "abc"]
-    made.check()
-
-
-def test_the_least_recently_used_file_is_evicted_first_and_using_a_page_is_using_its_file() -> None:
-    made = index(("a", 30, (1, 2, 3)), ("b", 30, (4,)), ("c", 30, (5,)))
-    made.use(made.find(digests(2)))
-    made.use(made.find(digests(4)))
-    assert made.room_for(20) == ["c"]
-    assert made.room_for(50) == ["a"]
-    made.check()
-
-
 def test_only_adjacent_pages_of_a_file_are_read_in_one_run() -> None:
     made = index(("a", 40, (1, 2, 3, 4)), ("b", 40, (5, 6, 7)))
     entries = made.find(digests(1, 2, 4, 3, 5, 6, 7))
@@ -75,21 +54,6 @@ def test_a_file_that_is_written_again_is_counted_once_with_its_new_pages() -> No
     made.check()
     assert (made.bytes, made.names) == (20, {"a"})
     assert (made.find(digests(1, 2, 9)) == NO_ENTRY).tolist() == [True, False, False]
-
-
-def test_pages_that_are_dropped_leave_the_others_of_their_file() -> None:
-    made = index(("a", 30, (1, 2, 3)))
-    made.drop(made.find(digests(2)))
-    made.check()
-    assert (made.find(digests(1, 2, 3)) == NO_ENTRY).tolist() == [False, True, False]
-    assert [(first, at.tolist()) for _, first, at in made.whereabouts(made.find(digests(1, 3)))] == [(0, [0]), (2, [1])]
-    assert made.pages.match(digests(1, 2, 3)).size == 1
-    assert made.pages.match(digests(2, 3)).size == 0
-    made.clear()
-    made.check()
-    assert (made.bytes, made.names, "a" in made) == (0, set(), False)
-    made.add("b", 10, digests(*range(20, 30)), ONE_TABLE)
-    made.check()
 
 
 def test_check_names_bytes_that_do_not_add_up() -> None:

@@ -35,19 +35,6 @@ def served() -> Iterable[Callable[..., Served]]:
 PROMPT = range(17)  # four full pages of 4 tokens, and one more token
 
 
-def test_an_evicted_prompt_is_restored(served: Any) -> None:
-    it = served()
-    assert it.serve(PROMPT) == 0
-    it.fill(8)
-    it.fill(8)
-    assert it.serve(PROMPT) == 16
-    metrics = it.manager.metrics
-    assert metrics.h2d_blocks_copied == 4
-    assert metrics.cache_tokens == 16
-    assert metrics.d2h_blocks_copied >= 4
-    assert it.kv.compared == 16
-
-
 def test_the_documented_counters(served: Any) -> None:
     it = served(8, 40, dp=2)
     assert it.manager.total_num_host_pages == 40
@@ -68,36 +55,6 @@ def test_pages_that_the_host_has_are_not_copied_again(served: Any) -> None:
     it.serve(PROMPT)
     it.tiers.store_all()
     assert it.manager.metrics.d2h_blocks_copied == 4 + 7  # `fill` has computed the seven other pages.
-
-
-def test_a_hit_goes_on_from_device_pages_to_host_pages(served: Any) -> None:
-    it = served(8, 40)
-    it.serve(PROMPT)
-    it.fill(6)  # The fill evicts only the last pages of the prompt.
-    context = it.claim(PROMPT)
-    assert it.manager.maybe_reserve(context)
-    assert context.start_idx == 16
-    assert 0 < sum(map(len, it.tiers.replicas[0].coming(0))) < 4
-    it.run(context)
-    assert it.kv.compared == 16
-
-
-def test_pages_that_are_still_being_loaded_are_found_by_no_request(served: Any) -> None:
-    it = served(16, 40)
-    it.serve(PROMPT)
-    it.fill(16)
-    first, second = it.claim(PROMPT), it.claim(PROMPT)
-    assert it.manager.maybe_reserve(first)
-    assert first.start_idx == 16
-    replica = it.manager._replicas.each[0]
-    assert replica.find(second).end == 0
-    pages = replica.rows.pages(0)[:4]
-    assert (replica.pool.writers[pages] == 1).all()
-    assert it.manager.maybe_reserve(second)  # The second request loads its own copies of the pages.
-    it.run(first, second)
-    assert it.kv.compared == 32
-    # The host pages were loaded twice. `step` lets the requests share the first copies and frees the second copies.
-    assert it.manager.get_req_blocks(first.request_id)[:4] == it.manager.get_req_blocks(second.request_id)[:4]
 
 
 def test_step_without_fetch_publishes_no_page_that_has_not_arrived(served: Any) -> None:
@@ -174,24 +131,6 @@ def test_a_refused_request_finds_pages_that_have_come_to_the_host_meanwhile() ->
     manager.close()
 
 
-def test_salts_never_share_a_page(served: Any) -> None:
-    it = served(8, 40)
-    assert it.serve(PROMPT, salt="a") == 0
-    it.fill(8)
-    assert it.serve(PROMPT, salt="b") == 0
-    assert it.serve(PROMPT) == 0
-    it.fill(8)
-    assert it.serve(PROMPT, salt="a") == 16  # `serve` compares the KV, which depends on the salt.
-
-
-def test_replicas_share_the_tier(served: Any) -> None:
-    it = served(8, 40, dp=2, tp=2, heads=2)
-    it.serve(PROMPT, replica=0)
-    it.tiers.store_all()
-    assert it.serve(PROMPT, replica=1) == 16
-    assert it.kv.compared == 32  # two shards
-
-
 def test_the_same_content_stored_by_two_replicas_at_once_takes_one_slot(served: Any) -> None:
     it = served(8, 40, dp=2)
     it.tiers.share = 0.0
@@ -199,16 +138,6 @@ def test_the_same_content_stored_by_two_replicas_at_once_takes_one_slot(served: 
     it.serve(PROMPT, replica=1)
     it.tiers.store_all()
     assert it.manager.host_committed_block_pct == 4 / 40
-
-
-def test_a_page_is_copied_to_the_host_before_it_is_evicted(served: Any) -> None:
-    it = served(8, 40)
-    it.tiers.share = 0.0  # Background copies get no time, so a page is copied only when it is to be evicted.
-    it.serve(PROMPT)
-    assert it.manager.metrics.d2h_blocks_copied == 0
-    it.fill(8)
-    assert it.manager.metrics.d2h_blocks_copied >= 4
-    assert it.serve(PROMPT) == 16
 
 
 class SlowCopies:
@@ -306,26 +235,6 @@ def test_the_time_earned_in_a_long_pause_is_not_spent_at_once(served: Any) -> No
         clock.now += 3600
         it.tiers.tick()
         assert before - waits(it) == copied  # The copies take 5 ms.
-
-
-def test_the_least_recently_used_slot_goes_first_and_a_tail_before_its_head(served: Any) -> None:
-    it = served(8, 12)
-    for first in (100, 200, 300):  # Each prompt has four full pages.
-        it.serve([first, *range(16)])
-        it.tiers.store_all()
-    it.serve([100, *range(16)])  # used again
-    it.serve([400, *range(16)])  # The new prompt takes the four slots of prompt 200.
-    it.tiers.store_all()
-    it.fill(8)  # The seven full pages take the slots of prompt 300 and of the last pages of prompt 100.
-    it.tiers.store_all()
-    it.manager._replicas.each[0].pool.forget()  # now no page is on the device
-    context = {first: it.claim([first, *range(16)]) for first in (100, 200, 300, 400)}
-    found = {}
-    for first, request in context.items():
-        assert it.manager.maybe_reserve(request)
-        found[first] = request.start_idx
-        it.manager.release(request.request_id)
-    assert found == {100: 4, 200: 0, 300: 0, 400: 16}
 
 
 def test_a_long_prompt_copied_late_does_not_outlive_its_head(served: Any) -> None:

@@ -14,11 +14,9 @@ from kvcache.errors import (
     BlockTableMismatchError,
     InvalidParamsError,
     InvalidRequestError,
-    NoFreeRowError,
     NotReservedError,
     PoolTooSmallError,
     StatePageError,
-    UnknownRequestError,
 )
 from kvcache.manager import PagedKVCacheManager
 from kvcache.params import KVCacheParams
@@ -152,60 +150,6 @@ def imported(
     return context, target.manager.import_block_table(context, table)
 
 
-def test_a_cancelled_import_leaves_a_request_that_computes_its_tokens_itself(
-    model: Any, expected: list[list[int]]
-) -> None:
-    source, target = hybrid_loop(model), hybrid_loop(model)
-    serve(source, requests_of(PROMPTS[:1], 1, hold_pages=True))
-    context, pending = imported(target, source, first_token=expected[0][0])
-    states_of(target).tensors[0][3][state_pages(pending)[1]] = 3
-    with pytest.raises(StatePageError, match="being written"):
-        states_of(target).tokens_of("r0")
-    target.manager.cancel_import(pending)
-    target.adopt(Request("r0", PROMPTS[0], NEW), context)
-    tokens = [expected[0][0]]
-    while target.has_work:
-        tokens += [int(output.token or 0) for output in target.step()]
-    assert tokens == expected[0]
-    assert_nothing_held(target.manager)
-
-
-def test_pages_of_a_request_that_is_gone_stay_with_the_transfer(model: Any) -> None:
-    source, target = hybrid_loop(model), hybrid_loop(model, rows=1)
-    serve(source, requests_of(PROMPTS[:1], 1, hold_pages=True))
-    context, pending = imported(target, source)
-    target.manager.release("r0")
-    assert states_of(target).num_held == 1
-    target.add(Request("next", [1, 2], 1))
-    assert target.step() == []  # A row is free, but its state page is not.
-    with pytest.raises(UnknownRequestError, match="'r0'"):
-        target.manager.commit_import(context, pending)
-    target.manager.cancel_import(pending)
-    target.manager.cancel_import(pending)
-    assert [output.request_id for output in target.step()] == ["next"]
-    assert_nothing_held(target.manager)
-
-
-def test_a_lease_holds_pages_and_state_of_a_request_that_has_left(model: Any) -> None:
-    loop = hybrid_loop(model, rows=2)
-    manager = loop.manager
-    serve(loop, requests_of(PROMPTS[:1], 1, hold_pages=True))
-    lease = manager.lease("r0")
-    table = manager.block_table("r0")
-    (page,) = table.groups[1]
-    state = [tensor[page].clone() for tensor in states_of(loop).tensors[0]]
-    loop.free("r0")
-    manager.check()
-    assert manager.num_leased_blocks == len(table.groups[0])
-    serve(loop, requests_of(PROMPTS[:3], 3))
-    now = [tensor[page] for tensor in states_of(loop).tensors[0]]
-    assert all(torch.equal(*pair) for pair in zip(now, state, strict=True))
-    assert state[3].any()
-    assert states_of(loop).num_held == 1
-    manager.end_lease(lease)
-    assert_nothing_held(manager)
-
-
 def test_an_import_of_a_state_needs_a_proof_and_its_page_stays_with_the_copier(model: Any) -> None:
     source, target = hybrid_loop(model), hybrid_loop(model)
     serve(source, requests_of(PROMPTS[:1], 1, hold_pages=True))
@@ -250,34 +194,6 @@ def test_tables_that_do_not_fit_are_refused_and_nothing_is_taken(model: Any) -> 
     target.manager.external_claim("r0")
     assert target.manager.num_free_blocks == before
     assert states_of(target).tokens_of("r0") == 0
-
-
-def test_a_fork_continues_with_a_copy_of_the_state(model: Any, expected: list[list[int]]) -> None:
-    manager = hybrid_manager(model, rows=2)
-    runner = HFRunner(model, manager.states)
-    parent = TextContext(PROMPTS[0], 4096, "parent")
-    manager.external_claim("parent")
-
-    def run(*contexts: TextContext) -> None:
-        for context in contexts:
-            assert manager.maybe_reserve(context)
-        for context, token in zip(contexts, runner.run(contexts, manager.fetch(contexts)), strict=True):
-            context.update(token)
-        manager.step(contexts)
-
-    for _ in range(3):
-        run(parent)
-    child = parent.fork("child")
-    assert manager.fork(parent, child)
-    with pytest.raises(NoFreeRowError, match="'third'"):
-        manager.fork(parent, parent.fork("third"))
-    for _ in range(NEW - 3):
-        run(child)
-        run(parent)
-    for context in (parent, child):
-        assert context.tokens[len(PROMPTS[0]) :].tolist() == expected[0]
-        manager.release(context.request_id)
-    assert manager.states[0].num_held == 0
 
 
 def test_a_step_that_failed_changed_nothing_and_runs_again(

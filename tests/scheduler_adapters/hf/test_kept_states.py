@@ -46,43 +46,6 @@ def full(tokens: int) -> int:
     return tokens - tokens % PAGE
 
 
-def test_a_preempted_request_continues_from_its_newest_state(model: Any) -> None:
-    loop = cached_loop(model)
-    loop.add(Request("r", PROMPTS[0], NEW))
-    outputs = [output for _ in range(NEW // 2) for output in loop.step()]
-    loop._preempt(loop._running["r"])
-    outputs += loop.step()
-    assert states_of(loop).hits == 1
-    assert loop.manager.metrics.cache_tokens == full(len(PROMPTS[0]) + NEW // 2 - 2)
-    while loop.has_work:
-        outputs += loop.step()
-    assert [output.token for output in outputs] == own_tokens(model, PROMPTS[0], NEW)
-
-
-def test_the_oldest_copies_go_first_and_requests_that_begin_take_their_pages(model: Any) -> None:
-    loop = cached_loop(model, rows=1, copies=2)
-    states = states_of(loop)
-    for at in range(3):
-        served(loop, [at, *PROMPTS[0]], 1)
-    assert (states.num_kept, states.pool.evictions) == (2, 1)
-    assert served(loop, [0, *PROMPTS[0]], 1)[1] == 0
-    assert (states.num_kept, states.pool.evictions) == (2, 2)
-    assert served(loop, [2, *PROMPTS[0]], 1)[1]
-    assert_nothing_held(loop.manager)
-
-
-def test_one_copy_goes_along_with_a_request_that_decodes(model: Any) -> None:
-    loop = cached_loop(model)
-    prompt = PROMPTS[0][: 2 * PAGE]
-    answer, _ = served(loop, prompt, 5 * PAGE)
-    assert len(answer) > PAGE
-    # One state is after the last full page before the prompt's last token. The other state is after the answer's last
-    # full page.
-    assert states_of(loop).num_kept == 2
-    assert states_of(loop).pool.evictions == 0
-    assert served(loop, [*prompt, *answer, 1], 1)[1] == full(len(prompt) + len(answer) - 1)
-
-
 def test_copies_are_made_at_a_spacing(model: Any) -> None:
     loop = cached_loop(model, every=2)
     prompt = (SYSTEM * 3)[: 7 * PAGE]
@@ -106,13 +69,6 @@ def test_a_reset_forgets_the_states_too(model: Any) -> None:
     loop.manager.reset_prefix_cache()  # type: ignore[attr-defined]
     assert states_of(loop).num_kept == 0
     assert served(loop, PROMPTS[0])[1] == 0
-
-
-def test_salts_share_no_state(model: Any) -> None:
-    loop = cached_loop(model)
-    served(loop, PROMPTS[0])
-    serve(loop, [Request("r", PROMPTS[0], NEW, cache_salt="other")])
-    assert states_of(loop).hits == 0
 
 
 def test_tokens_that_ran_are_not_taken_away_again(model: Any) -> None:
@@ -160,18 +116,6 @@ def test_a_state_that_a_reader_was_promised_is_not_overwritten_by_a_hit(model: A
     assert context.start_idx == states_of(loop).tokens_of("r") == full(len(PROMPTS[1]) - 1)
     manager.release("r")
     assert_nothing_held(manager)
-
-
-def test_admission_waits_for_a_state_page(model: Any) -> None:
-    loop = cached_loop(model, rows=1, copies=0)
-    manager: Any = loop.manager
-    serve(loop, [Request("r", PROMPTS[0], 1, hold_pages=True)])
-    lease = manager.lease("r")
-    loop.free("r")
-    context = TextContext(PROMPTS[2], 4096, "next")
-    assert not manager.admission(context).fits
-    manager.end_lease(lease)
-    assert manager.admission(context).fits
 
 
 def test_check_names_inconsistent_books(model: Any) -> None:

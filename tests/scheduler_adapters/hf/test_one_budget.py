@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.errors import InvariantError, NoFreeRowError, PoolTooSmallError, PromptTooLongError
+from kvcache.errors import NoFreeRowError, PoolTooSmallError, PromptTooLongError
 from kvcache.replica.context import TextContext
 from scheduler_adapters.hf.runner import (
     HFRunner,
@@ -153,33 +153,6 @@ def test_a_fork_continues_in_a_slab_of_its_own(model: Any) -> None:
     assert_nothing_held(manager)
 
 
-def test_a_fork_that_is_refused_evicts_nothing(model: Any) -> None:
-    manager = one_budget(model, 4, 24, checks=False)
-    runner = HFRunner(model, manager.states)
-    serve(loop_of(manager, model), [Request("r", PROMPTS[1], 1)])
-    parent = running(manager, "parent", PROMPTS[0])
-    step(manager, runner, parent)
-    pool, states = manager._replicas.each[0].pool, manager.states[0]
-    others = pool.allocate(pool.free_count - (1 + states.pool.idle.count) * pool.slab_pages)
-    while pool.free_count > pool.slab_pages:
-        others = np.append(others, pool.allocate_one())
-    found = manager.metrics.evictions, states.pool.evictions, states.num_kept, pool.moved
-    child = parent.fork("child")
-    assert manager.states[0].pool.has_room
-    assert not manager.fork(parent, child), "there are enough pages only for a state"
-    assert (manager.metrics.evictions, states.pool.evictions, states.num_kept, pool.moved) == found
-    assert not manager.contains("child")
-    new = len(manager.get_req_blocks("parent")) - parent.start_idx // PAGE
-    pool.release(others[: new - 1])
-    assert not manager.fork(parent, child), "one page is missing"
-    pool.release(others[new - 1 : new])
-    assert manager.fork(parent, child)
-    pool.release(others[new:])
-    for name in ("parent", "child"):
-        manager.release(name)
-    assert_nothing_held(manager)
-
-
 @pytest.mark.parametrize("evicted", [False, True])
 def test_a_request_continues_after_a_cancelled_import_from_its_cached_or_saved_state(
     model: Any, *, evicted: bool
@@ -251,18 +224,3 @@ def test_a_request_fits_if_its_pages_are_free_beside_its_slab(model: Any, beside
         assert manager.maybe_reserve(context)
         assert manager.states[0].pool.has_room
         assert manager.admission(TextContext([5], 4096, "other")).fits == bool(beside)
-
-
-def test_check_counts_slabs_and_states(model: Any) -> None:
-    manager = one_budget(model, 3, 12)
-    manager.external_claim("r")
-    pool = manager._replicas.each[0].pool
-    slab = manager.states[0].page_of("r")
-    pool.taken[slab] = False
-    with pytest.raises(InvariantError, match=r"page \d+ has 1 holders, but 0 are counted"):
-        manager.check()
-    pool.taken[slab] = True
-    manager.check()
-    manager.states[0].pool.holders[slab - 1] = 0
-    with pytest.raises(InvariantError, match="state page"):
-        manager.states[0].check(["r"])

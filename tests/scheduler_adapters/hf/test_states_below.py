@@ -16,7 +16,7 @@ from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Request, ServingLoop
 from tests.kvcache.build import proven, state_pages
 from tests.kvcache.tiers.stored_objects import StoredObjects
-from tests.scheduler_adapters.hf.states_below import below, found_share, state_bytes, turns_of
+from tests.scheduler_adapters.hf.states_below import below, found_share, turns_of
 from tests.scheduler_adapters.serving import assert_nothing_held, loop_of, own_tokens, serve, tokens_of
 
 pytestmark = pytest.mark.slow
@@ -146,62 +146,6 @@ def asked_again(manager: Any, model: Any) -> None:
         assert tokens_of(serve(loop, [Request("r", PROMPTS[at], NEW)])) == [answer]
 
 
-def files_of_states(manager: Any) -> list[Path]:
-    folder = manager._replicas.state_tiers.files._folder.path
-    return sorted(folder.glob("*.pages"))
-
-
-@pytest.mark.parametrize("damage", ["corrupted", "cut", "gone"])
-def test_a_damaged_file_of_a_state_is_no_hit(model: Any, tmp_path: Path, damage: str) -> None:
-    first = below(model, folder=tmp_path)
-    asked_again(first, model)
-    first.close()
-    again = below(model, folder=tmp_path)
-    files = files_of_states(again)
-    assert files
-    for file in files:
-        whole = bytearray(file.read_bytes())
-        whole[: state_bytes(model)] = bytes(state_bytes(model))
-        file.unlink() if damage == "gone" else file.write_bytes(whole[: 100 if damage == "cut" else None])
-    loop = loop_of(again, model)
-    assert tokens_of(serve(loop, [Request("r", PROMPTS[0], NEW)])) == [own_tokens(model, PROMPTS[0], NEW)]
-    metrics = again.metrics
-    assert metrics.file_states_refused
-    assert again.states[0].hits == metrics.cache_tokens == 0
-    again.close()
-    assert_nothing_held(again)
-
-
-@pytest.mark.parametrize("announced", [True, False])
-def test_a_damaged_newest_state_leaves_the_one_before_it(model: Any, tmp_path: Path, announced: bool) -> None:
-    first = below(model, folder=tmp_path)
-    prompt, answer = PROMPTS[1], own_tokens(model, PROMPTS[1], NEW)
-    serve(loop_of(first, model), [Request("r", prompt, NEW)])
-    first.close()
-    # The states are after the last full page of the prompt and after the last full page of the answer.
-    assert first.metrics.file_states_written == 2
-    again = below(model, folder=tmp_path)
-    # The writer's timing decides whether both states are in one file or each state is in its own file.
-    files = files_of_states(again)
-    file = max(files, key=lambda file: file.stat().st_mtime_ns)
-    whole = bytearray(file.read_bytes())
-    whole[state_bytes(model) if len(files) == 1 else 0] ^= 1
-    file.write_bytes(whole)
-    # A damaged file is removed as a whole. If both states are in one file, the older state is lost, too.
-    turn, left = [*prompt, *answer, 1, 2, 3], (len(prompt) - 1) // PAGE * PAGE * (len(files) > 1)
-    if announced:
-        loop = loop_of(again, model)
-        assert tokens_of(serve(loop, [Request("r", turn, NEW)])) == [own_tokens(model, turn, NEW)]
-        assert again.metrics.cache_tokens == left
-    else:  # Without an announcement, only `maybe_reserve` requests the pages.
-        context = TextContext(turn, 4096, "r")
-        again.external_claim("r")
-        assert again.maybe_reserve(context)
-        assert context.start_idx == left
-    assert again.metrics.file_states_refused == 1
-    again.close()
-
-
 def test_a_full_host_keeps_no_state_and_refuses_nothing(model: Any) -> None:
     manager = below(model, host_states=2, checks=False)  # The checks do not know that this test holds slots.
     pool = manager._replicas.state_tiers.host.pool
@@ -257,37 +201,6 @@ def test_a_page_and_a_slot_stay_with_a_slow_copy(model: Any, monkeypatch: pytest
     monkeypatch.setattr(SlowCopy, "is_over", True)
     manager._replicas.state_tiers.tick()
     assert tier.host.pool.holders.sum() == 0
-    assert_nothing_held(manager)
-
-
-def test_only_the_last_state_of_an_answer_is_written_to_the_lower_tier(model: Any) -> None:
-    """If an answer has several pages, only the state of its last page is written, after the request has been
-    released.
-    """
-    manager, pages = below(model), 6
-    loop = loop_of(manager, model)
-    loop.add(Request("r", PROMPTS[2], pages * PAGE))
-    while loop.has_work:
-        loop.step()
-        manager.flush_tiers()
-        assert manager.metrics.d2h_states_copied <= (1 if loop.has_work else 2)
-    manager.flush_tiers()
-    assert manager.metrics.d2h_states_copied == 2
-    assert_nothing_held(manager)
-
-
-def test_a_preempted_request_continues_from_a_state_in_a_lower_tier(model: Any) -> None:
-    manager = below(model)
-    loop = loop_of(manager, model)
-    loop.add(Request("r", PROMPTS[1], 2 * NEW))
-    outputs = [output for _ in range(NEW) for output in loop.step()]
-    loop._preempt(loop._running["r"])
-    manager.flush_tiers()
-    manager.states[0].forget_copies()
-    while loop.has_work:
-        outputs += loop.step()
-    assert [output.token for output in outputs] == own_tokens(model, PROMPTS[1], 2 * NEW)
-    assert manager.metrics.h2d_states_copied == 1
     assert_nothing_held(manager)
 
 
@@ -362,15 +275,3 @@ def test_an_import_that_begins_with_a_state_from_below(model: Any, slabs: bool, 
 def test_memory_that_does_not_hold_both_is_refused(model: Any, params: dict[str, Any], message: str) -> None:
     with pytest.raises(PoolTooSmallError, match=message):
         below(model, over=params)
-
-
-def test_host_memory_is_divided_exactly(model: Any) -> None:
-    manager = below(model, host_states=7, host_pages=33)
-    assert manager.total_num_host_pages == 33
-    assert manager._replicas.state_tiers.host.pool.num_pages == 7
-    page = manager._replicas.tiers.host.memory[0].shape[1]
-    manager = below(model, host_states=7, host_pages=33, over={"tier_state_share": 0.5})
-    space = 7 * state_bytes(model) + 33 * page
-    states = space // 2 // state_bytes(model)
-    assert manager._replicas.state_tiers.host.pool.num_pages == states
-    assert manager.total_num_host_pages == (space - states * state_bytes(model)) // page

@@ -34,35 +34,9 @@ def test_pages_that_are_named_already_stay_as_they_are() -> None:
     assert pages_of("group 0", named, group(), group()) is named
 
 
-def test_a_whole_list_begins_with_the_first_token() -> None:
-    assert lists(pages_of("group 0", pages([1, 2, 3], [7, 8, 9], 10, (0, 10)), group(), group())) == (
-        [1, 2, 3],
-        [7, 8, 9],
-        (0, 10),
-    )
-
-
-def test_behind_a_cached_prefix_only_the_rest_is_read() -> None:
-    assert lists(pages_of("group 0", pages([3], [7, 8, 9], 10, (8, 10)), group(), group())) == ([3], [9], (8, 10))
-    assert lists(pages_of("group 0", pages([3], [7, 8, 9], 10, (9, 10)), group(), group())) == ([3], [9], (9, 10))
-
-
 def test_an_empty_rest_needs_no_blocks() -> None:
     assert lists(pages_of("group 0", pages([], [5, 6], 8, (8, 8)), group(), group())) == ([], [], (0, 0))
     assert first_read(pages([], [6], 8, (0, 0)), group()) == 0
-
-
-def test_blocks_of_several_pages_are_those_pages() -> None:
-    there = group(4, block_pages=3)
-    whole = pages_of("group 0", pages([1, 2, 3], [5, 7], 20, (0, 12)), group(), there)
-    assert lists(whole)[1] == [15, 16, 17, 21, 22, 23]
-    assert lists(pages_of("group 0", pages([1], [5, 7], 20, (8, 12)), group(), there))[1] == [17, 21, 22, 23]
-    assert lists(pages_of("group 0", pages([1], [5, 7], 20, (16, 20)), group(), there))[1] == [22, 23]
-
-
-def test_a_list_that_was_cut_at_the_front_is_counted_from_its_end() -> None:
-    assert lists(pages_of("group 0", pages([3], [8, 9], 12, (8, 12)), group(), group()))[1] == [9]
-    assert lists(pages_of("group 0", pages([2, 3], [8, 9], 12, (4, 12)), group(), group()))[1] == [8, 9]
 
 
 def test_pages_that_no_window_reaches_may_be_missing() -> None:

@@ -139,12 +139,6 @@ def test_tokens_continue_over_pages_of_one_token() -> None:
     assert runs.length.tolist() == [4 * token, 8 * token] * 2
 
 
-@pytest.mark.parametrize("tokens", [(0, 1), (0, 4), (3, 4), (3, 5), (4, 5), (0, 16)])
-def test_the_last_page_is_copied_to_the_nearer_end_and_nothing_before_the_first(tokens: tuple[int, int]) -> None:
-    for sizes in ((4, 4), (4, 16), (16, 4)):
-        check_pull(shard(range(2), page_size=sizes[0]), [shard(range(2), page_size=sizes[1])], tokens)
-
-
 def test_a_pull_takes_one_run_a_page_whatever_its_last_token() -> None:
     made = plan(shard(range(2)), shard(range(2)))
     for stop in (17, 18, 20):

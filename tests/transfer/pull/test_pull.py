@@ -659,16 +659,6 @@ def test_pulls_that_wait_for_further_pages_are_not_polled_and_their_leases_are_r
     assert all("timed out" in event.error for event in rig.puller.events)
 
 
-def test_a_pull_fails_at_its_deadline_and_its_state_can_be_looked_up(rig: Rig) -> None:
-    rig.open(timeout_s=10.0)
-    pull = rig.puller._pulls.get("r")
-    assert pull is not None
-    assert (pull.key, pull.deadline) == ("r", 60.0)
-    rig.now = 60.0
-    assert rig.polled()[-1] == PullEvent("r", "timed out after 10 s, waiting for more pages", safe=True)
-    assert rig.puller._pulls.get("r") is None
-
-
 @pytest.mark.parametrize("timed", [True, False])
 def test_a_pull_that_ends_as_it_is_posted_has_one_event_and_its_figures(timed: bool) -> None:
     rig = Rig(ranks=1)
@@ -726,29 +716,6 @@ def test_a_pull_that_cannot_be_posted_at_all_fails_and_keeps_no_word(refused: in
     assert "reading from engine 'p': no such address" in event.error
     assert (len(rig.puller), len(rig.puller._free)) == (0, 8)
     assert not rig.puller.ended
-
-
-def test_a_wrong_lease_word_also_fails_a_pull_that_ends_at_once() -> None:
-    rig = Rig(ranks=1)
-    rig.agent.at_once, rig.agent.word = {0, 1}, 77
-    assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
-    (event,) = rig.polled()
-    assert "rank 0 no longer held the pages" in event.error
-    assert event.safe
-    assert len(rig.puller._free) == 8
-
-
-def test_a_pull_at_once_also_waits_for_a_free_word() -> None:
-    rig = Rig(ranks=1, words=1)
-    rig.agent.auto = False
-    rig.open("first")
-    rig.add(part(), key="first")
-    rig.agent.end(0)
-    rig.polled()  # The fence of the first pull uses the only free word.
-    assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
-    assert len(rig.puller) == 2
-    rig.agent.auto = True
-    assert [(event.key, event.error) for event in rig.polled(6)] == [("first", ""), ("r", "")]
 
 
 def test_a_fence_whose_word_comes_later_does_not_hold_up_the_one_behind_it(rig: Rig) -> None:
