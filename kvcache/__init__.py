@@ -38,9 +38,11 @@ from kvcache.replica.batch import Batch
 from kvcache.replica.block_table import BlockTable, PageCopy, PageDigests, PendingImport
 from kvcache.replica.context import FUTURE_TOKEN, Context, TextContext
 from kvcache.replica.copier import ImportCopier, ImportProof
+from kvcache.replica.draft import DraftGroup
 from kvcache.replica.hashing import SHA256_BY
 from kvcache.replica.inputs import RaggedKVCacheInputSymbols
 from kvcache.replica.leases import PageLease
+from kvcache.replica.sinks import SinkGroup
 from kvcache.retention import RangeRetention, Retention
 from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight
@@ -58,6 +60,7 @@ __all__ = [
     "BlockTable",
     "BlockTableMismatchError",
     "Context",
+    "DraftGroup",
     "EvictionOrder",
     "GroupTable",
     "ImportCopier",
@@ -95,6 +98,7 @@ __all__ = [
     "Retention",
     "Routing",
     "SequenceTooLongError",
+    "SinkGroup",
     "StatePageError",
     "StatePages",
     "StateShape",

@@ -19,7 +19,7 @@ from kvcache.errors import InvalidParamsError
 
 LayerKind = Literal["full", "window", "chunked"]
 
-_Positions = TypeVar("_Positions", int, NDArray[np.int64])
+Positions = TypeVar("Positions", int, NDArray[np.int64])
 
 _NEEDED = "one or more layer numbers"
 MOST_LOST = 0.05  # the largest share of a request's pages that may be unused
@@ -65,14 +65,25 @@ class LayerGroup:
         """Whether every query sees all tokens before it. A request then needs pages for all known tokens."""
         return self.kind == "full"
 
-    def first_seen(self, position: _Positions) -> _Positions:
+    def first_seen(self, position: Positions) -> Positions:
         """Returns the first token that a query at each position sees."""
-        if self.kind == "full":
+        if self.keeps_all:
             return position * 0
         if self.kind == "chunked":
             return position - position % self.window
         first = position - (self.window - 1)
         return first * (first > 0)
+
+    def good_ends(self, there: NDArray[np.bool_], first: int, page_size: int) -> NDArray[np.bool_]:
+        """Returns a mask, bool `[pages]`, of the pages after which a request can resume in this group.
+
+        `there` says which pages of each table can be had, from page `first` on: bool `[tables, pages]`. All earlier
+        pages can be had.
+        """
+        pages = np.arange(first, first + there.shape[1], dtype=np.int64)
+        last_missing = np.maximum.accumulate(np.where(there.all(axis=0), -1, pages))
+        good: NDArray[np.bool_] = last_missing < self.first_seen((pages + 1) * page_size) // page_size
+        return good
 
     def most_pages(self, tokens: int, page_size: int, step_tokens: int = 1) -> int:
         """Returns the largest number of pages that a request holds in one table of the group.
@@ -80,7 +91,7 @@ class LayerGroup:
         The request has `tokens` tokens. A step runs at most `step_tokens` of them, from any token on.
         """
         pages = -(-tokens // page_size)
-        if self.kind == "full":
+        if self.keeps_all:
             return pages
         # The step needs pages for its own tokens, and for the tokens that its first query sees. A window may begin at
         # any token of a page. If the page size divides the length of chunks, a chunk begins with a page.
@@ -139,7 +150,7 @@ class LayerTables(NamedTuple):
     @property
     def kinds_named(self) -> tuple[str, ...]:
         """Returns `kinds` in the form of `BlockTable.kinds`: without the first kind if it is full attention."""
-        return self.kinds[1:] if self.tables[0].group.keeps_all else self.kinds
+        return self.kinds[1:] if self.kinds[0] == "full" else self.kinds
 
     def described(self) -> str:
         """Returns a string with the kind and layers of each table. Managers with equal strings can exchange pages."""
@@ -179,7 +190,7 @@ def layer_tables(groups: tuple[LayerGroup, ...], num_layers: int) -> LayerTables
             f"groups name layer {odd} {named.count(odd)} times: each of the {num_layers} layers must be in exactly "
             "one group"
         )
-    in_order = sorted(groups, key=lambda group: (group.kind != "full", -group.window))
+    in_order = sorted(groups, key=lambda group: (not group.keeps_all, group.kind != "full", -group.window))
     _, _, size = min(
         (count, lost, size)
         for size in range(1, num_layers + 1)

@@ -519,7 +519,7 @@ def _check_row(replica: Replica, row: int) -> None:
         raise InvariantError(f"request {request_id!r}: names a page that is not within 1 to {pool.num_pages}")
     if rows.table[:, row, end:].any():
         raise InvariantError(f"request {request_id!r}: has page numbers after its last page {end}")
-    if committed > end or not pool.index.published[replica.tables.pages(row, committed)].all():
+    if committed > end or not pool.index.published[replica.tables.committed(row)].all():
         raise InvariantError(f"request {request_id!r}: not all of its {committed} committed pages are published")
     # A page after the committed pages may be published for three reasons. A fork may have published pages that it
     # shares with this row. With several tables, a pending import may have found more pages in the first table than in

@@ -303,7 +303,7 @@ def _plan(
         # request has to compute the tokens of these pages itself, and would overwrite shared pages.
         return tables.plan(row, context.indices, length, here.end * size, here)
     start = max(num_tokens, here.end * size)
-    last = min(start, context.end_idx - 1) // size if replica.caching else 0
+    last = (context.end_idx - 1) // size if replica.caching else 0
     digests = replica.hasher(row, context).digests(context.tokens, 0, last)
     plan = tables.plan_import(context.indices, length, start, here, digests, replica.tier)
     if not partial:
@@ -316,15 +316,10 @@ def _check_reach(replica: Replica, context: SafeContext, table: BlockTable, firs
 
     `firsts` has the first token of these pages for each group of layers.
     """
-    wanted = -(-table.num_tokens // table.page_size)
     for kept, first in zip(replica.tables.groups, firsts, strict=True):
-        for pages in () if kept.group.keeps_all else table.groups[kept.tables]:
-            begins = (wanted - len(pages)) * table.page_size
-            if first < min(begins, table.num_tokens):
-                raise _mismatch(
-                    context,
-                    f"names pages of {kept.group.name} from token {begins} on; those from token {first} on are needed",
-                )
+        for pages in table.groups[kept.tables]:
+            if reason := kept.refusal(len(pages), table, first):
+                raise _mismatch(context, reason)
 
 
 def extend_import(
@@ -376,13 +371,11 @@ def _seen_parts(replica: Replica, pending: PendingImport, start: int) -> list[Im
     When the import began, it was not known whether its last table would have the last token of the prompt. So its
     windows may have earlier pages, which that table does not name.
     """
-    size, parts = replica.page_size, pending.parts[:]
+    parts = pending.parts[:]
     for kept in replica.tables.groups:
-        first = kept.seen(start)
         for number, part in enumerate(parts[kept.tables], kept.tables.start):
-            unseen = first - part.first // size
-            if unseen > 0 and not len(part.src_pages):
-                parts[number] = dataclasses.replace(part, first=first * size, dst_pages=part.dst_pages[unseen:])
+            if not len(part.src_pages):
+                parts[number] = kept.unseen(part, start)
     return parts
 
 
@@ -395,7 +388,7 @@ def _give_back_unseen(replica: Replica, row: int, pending: PendingImport, seen: 
         at: int = kept.tables.start
         if seen[at] is not every[at]:
             left.append(kept.give_back(row, seen[at].first // rows.page_size))
-    given = [one.dst_pages[: len(one.dst_pages) - len(kept.dst_pages)] for one, kept in zip(every, seen, strict=True)]
+    given = [np.setdiff1d(one.written, kept.written) for one, kept in zip(every, seen, strict=True)]
     pages = np.concatenate([_NO_PAGES, *left])
     rows.changed[row] = True
     for tell in pool.journal.left:

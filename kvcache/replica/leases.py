@@ -117,7 +117,7 @@ class PageLeases:
         for held in (HeldPages(self._pool, pages), *besides):
             self._hold(lease, held)
 
-    def tell(self, row: int, tokens: int, columns: Sequence[Columns]) -> None:
+    def tell(self, row: int, tokens: int, columns: Sequence[Sequence[Columns]]) -> None:
         """Record that an exported table of the row's first `tokens` tokens names the pages in `columns` of each table.
 
         While the row is leased, the content of these pages does not change.
@@ -126,7 +126,7 @@ class PageLeases:
         before, named = self.named.get(row, (computed, []))
         if not named or not (leased or before == computed):
             named = [list[Columns]() for _ in columns]
-        self.named[row] = computed, [_union(*each) for each in zip(named, columns, strict=True)]
+        self.named[row] = computed, [_union([*old, *new]) for old, new in zip(named, columns, strict=True)]
         if leased:
             self.told[row] = max(tokens, self.told.item(row))
 
@@ -265,14 +265,14 @@ class PageLeases:
             self._held[lease].append(held)
 
 
-def _union(ranges: Sequence[Columns], new: Columns) -> list[Columns]:
-    """Returns the columns in any of `ranges` or in `new`, as ascending ranges with a gap between any two.
+def _union(ranges: Sequence[Columns]) -> list[Columns]:
+    """Returns the columns in any of `ranges`, as ascending ranges with a gap between any two.
 
-    >>> _union([(0, 2), (6, 7)], (2, 4))
+    >>> _union([(0, 2), (6, 7), (2, 4), (9, 9)])
     [(0, 4), (6, 7)]
     """
     found = list[Columns]()
-    for columns in sorted([*ranges, new] if new[0] < new[1] else ranges):
+    for columns in sorted(columns for columns in ranges if columns[0] < columns[1]):
         if found and columns[0] <= found[-1][1]:
             found[-1] = (found[-1][0], max(columns[1], found[-1][1]))
         else:

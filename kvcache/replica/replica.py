@@ -443,8 +443,8 @@ class Replica:
         self.counter.open.discard(row)
         pages = self.tables.pages(row, self.rows.num_pages.item(row)).copy()
         if names is not None:
-            published = self.tables.pages(row, self.rows.committed.item(row))
-            self.tier.leave(row, published, names, self.kept.ends)
+            full = self.tables.pages(row, self.rows.committed.item(row))
+            self.tier.leave(row, full[self.pool.index.published[full]], names, self.kept.ends)
         if row in self.leases.of_row:
             self.leases.leave(row, self.tables.pages(row, self.leases.last_read(row)))
         self.leases.named.pop(row, None)

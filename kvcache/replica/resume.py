@@ -116,9 +116,8 @@ def resume(
     table has, `[tables, pages]`. `ends` is a mask, `[pages]`, of the pages after which the request may resume as far as
     recurrent states are concerned. None means after any page.
     """
-    columns = np.arange(first, first + there.shape[1], dtype=np.int64)
-    fits = np.ones(len(columns), np.bool_) if ends is None else ends[: len(columns)].copy()
+    count = there.shape[1]
+    fits = np.ones(count, np.bool_) if ends is None else ends[:count].copy()
     for kept in groups:
-        last_missing = np.maximum.accumulate(np.where(there[kept.tables].all(axis=0), -1, columns))
-        fits &= last_missing < kept.group.first_seen((columns + 1) * page_size) // page_size
+        fits &= kept.group.good_ends(there[kept.tables], first, page_size)
     return last_end(fits)

@@ -25,7 +25,8 @@ from kvcache.pool.index import INDEX, NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
 from kvcache.pool.pages_below import Asked, PagesBelow, Slots, last_end
 from kvcache.replica.context import ContextIndices, chunk_end
-from kvcache.replica.kept_pages import ColumnSpan, KeptPages
+from kvcache.replica.kept_pages import ColumnSet, ColumnSpan, KeptPages, ranges_of
+from kvcache.replica.kinds import kept_pages
 from kvcache.replica.leases import PageLeases
 from kvcache.replica.resume import Found, FromBelow, Reservation, resume
 from kvcache.replica.rows import NEVER, ONE, BlockRows, Ints, Pages, Rows, as_rows
@@ -72,9 +73,12 @@ class RowTables:
     ) -> None:
         self.count = len(tables.tables)
         self.kinds, self.kinds_named = tables.kinds, tables.kinds_named
-        self.groups = tuple(KeptPages(of, number, rows) for number, of in enumerate(tables.groups))
-        # Whether the first table keeps the pages of all tokens. If so, no other table has pages that it lacks.
-        self.keeps_prefix = self.groups[0].group.keeps_all
+        self.groups = tuple(kept_pages(of, number, rows) for number, of in enumerate(tables.groups))
+        # the groups whose pages are named by the digests of later pages
+        self._ahead = [kept for kept in self.groups if kept.ahead]
+        # Whether the first table keeps the pages of all tokens, under these tokens' digests. If so, no other table has
+        # pages that it lacks.
+        self.keeps_prefix = self.groups[0].group.keeps_all and not self.groups[0].ahead
         # Whether some tables have pages only for the chunk that runs.
         self.in_chunks = not all(kept.group.keeps_all for kept in self.groups)
         self.pool, self.rows, self._leases, self._caching = pool, rows, leases, caching
@@ -131,13 +135,15 @@ class RowTables:
             found = self._seen_pages(first, end, digests)
         return Found(first, end, found, end)
 
-    def every(self, digests: Digests, tables: slice = slice(None)) -> Digests:
-        """Returns the digest of each page in each of `tables`, `[tables, pages, words]`, from the tokens' `digests`."""
-        return digests ^ self._mixed[tables]
+    def every(self, digests: Digests) -> Digests:
+        """Returns the name of each page in each table, `[tables, pages, words]`, from the tokens' `digests`."""
+        if not self._ahead:
+            return digests ^ self._mixed
+        return np.concatenate([self._names(kept, digests) for kept in self.groups])
 
-    def pages_of(self, digests: Digests, tables: slice = slice(None)) -> Pages:
-        """Returns the published pages of the tokens with these digests in each of `tables`: int32 `[tables, pages]`."""
-        return self._find_each(self.every(digests, tables))
+    def pages_of(self, digests: Digests) -> Pages:
+        """Returns the published pages of the tokens with these digests in each table: int32 `[tables, pages]`."""
+        return self._find_each(self.every(digests))
 
     def from_below(
         self, digests: Digests, below: Callable[[Digests, Asked], Asked], ends: Asked | None = None, first: int = 0
@@ -157,9 +163,9 @@ class RowTables:
         reach = resume(there, [kept for kept in self.groups if kept.group.keeps_all], self._page_size)
         needed, found = np.zeros_like(absent), list[Pages]()
         for kept in self.groups:
-            begin = min(end, max(first, kept.seen(end * self._page_size)))
-            needed[kept.tables, begin:end] = True
-            found.append(pages[kept.tables, begin:end])
+            columns = kept.seen_columns(end, first)
+            needed[kept.tables, columns] = True
+            found.append(pages[kept.tables, columns])
         return FromBelow(end, reach, every, needed & absent, tuple(found), pages.T[(needed & ~absent).T])
 
     def whole(self, digests: Digests, most: int, ends: Asked | None = None) -> tuple[int, list[Pages]]:
@@ -170,7 +176,7 @@ class RowTables:
         """
         end = len(digests)
         while end := self.find(0, digests[:end], ends).end:
-            found = [pages for of_group in self._seen_pages(0, end, digests[:end]) for pages in of_group]
+            found = [pages for of_group in self._seen_pages(0, end, digests) for pages in of_group]
             surplus = sum(map(len, found)) - most
             if surplus <= 0:
                 return (end, found) if ends is not None or any(map(len, found)) else (0, [])
@@ -188,7 +194,7 @@ class RowTables:
         """
         keeps = self._publishes(row)
         spans = [
-            kept.plan(row, indices, length, start, pages, found.end, keeps=keeps)
+            kept.plan(row, indices, length, start, pages, (found.first, found.end), keeps=keeps)
             for kept, pages in zip(self.groups, found.pages, strict=True)
         ]
         return self._planned(row, indices, start, found, spans)
@@ -200,20 +206,24 @@ class RowTables:
 
         `here` has the longest prefix that all tables have in the local cache. In addition, each group of tables looks
         up the pages that later queries see: on the device, and in the host memory of `tier`. `digests` are the digests
-        of the full pages before token `start`; empty without prefix caching.
+        of all full pages before the last known token; empty without prefix caching.
         """
         slots, spans = list[Slots](), list[ColumnSpan]()
+        last, needed = min(len(digests), start // self._page_size), -(-length // self._page_size)
         for kept in self.groups:
             first = kept.seen(start)
-            names = self.every(digests[first:], kept.tables)
+            every = as_rows(kept.kept(first, needed))
+            columns = every[every < last]
+            names = self._names(kept, digests, columns)
             pages = self._find_each(names)
             below = np.where(
                 pages == NO_PAGE, tier.slots(names.reshape(-1, names.shape[2])).reshape(pages.shape), NO_PAGE
             )
             missing = (pages == below).any(axis=0).nonzero()[0]  # two items are equal only if both are `NO_PAGE`
-            end = missing.item(0) if missing.size else pages.shape[1]
-            slots.append(below[:, :end][pages[:, :end] == NO_PAGE])
-            spans.append(ColumnSpan(pages[:, :end], first, first + end, -(-length // self._page_size)))
+            count = missing.item(0) if missing.size else len(columns)
+            end = every.item(count) if count < len(every) else max(first, last)
+            slots.append(below[:, :count][pages[:, :count] == NO_PAGE])
+            spans.append(ColumnSpan(pages[:, :count], first, end, needed, columns[:count]))
         # No page of the tokens before column `here.end` is copied, because all tables have them cached.
         here = here._replace(slots=np.concatenate(slots))
         return self._planned(None, indices, here.end * self._page_size, here, spans)
@@ -241,7 +251,10 @@ class RowTables:
 
     def least(self, indices: ContextIndices, length: int, start: int) -> int:
         """Returns the number of pages that the request takes if it runs from token `start` and finds no cached page."""
-        return sum(kept.num_tables * (kept.until(indices, length, start) - kept.seen(start)) for kept in self.groups)
+        return sum(
+            kept.num_tables * kept.num_kept(kept.seen(start), kept.until(indices, length, start))
+            for kept in self.groups
+        )
 
     def most(self, indices: ContextIndices, length: int) -> int:
         """Returns the largest number of pages that a request without pages can take, wherever it resumes."""
@@ -251,8 +264,8 @@ class RowTables:
         tokens = np.where(active < known, active, length)
         pages = 0
         for kept in self.groups:
-            columns = -(-(length if kept.group.keeps_all else tokens) // size)
-            pages += kept.num_tables * int((columns - kept.group.first_seen(starts) // size).max())
+            columns = -(-(tokens * 0 + length if kept.group.keeps_all else tokens) // size)
+            pages += kept.num_tables * int(kept.num_kept(kept.seen(starts), columns).max())
         return pages
 
     def take(self, row: int, plan: Reservation) -> Pages:
@@ -359,11 +372,12 @@ class RowTables:
 
     def tell(self, row: int, tokens: int, *, windows: bool) -> None:
         """Record that readers will know the pages of `lists`, so that leases keep them when they leave the row."""
-        end, columns = -(-tokens // self._page_size), list[tuple[int, int]]()
-        for kept in self.groups:
-            first = max(kept.firsts.item(row), kept.seen(tokens))
-            columns += [(first if windows or kept.group.keeps_all else end, end)] * kept.num_tables
-        self._leases.tell(row, tokens, columns)
+        named = [
+            ranges_of(kept.named_columns(row, tokens, windows=windows))
+            for kept in self.groups
+            for _ in range(kept.num_tables)
+        ]
+        self._leases.tell(row, tokens, named)
 
     def needed(self, row: int, digests: Digests, ends: Sequence[int]) -> tuple[Ints, Pages]:
         """Returns the row's pages in published columns, and the cached pages needed to resume at the columns `ends`.
@@ -374,7 +388,7 @@ class RowTables:
         wanted = self.rows.table[:, row, : len(digests)] != NO_PAGE
         for kept in self.groups:
             for end in ends:
-                wanted[kept.tables, kept.seen(end * self._page_size) : end] = True
+                wanted[kept.tables, kept.seen_columns(end)] = True
         pages = np.where(wanted, self.pages_of(digests), NO_PAGE)
         at = pages.nonzero()
         return at[1], pages[at]
@@ -396,17 +410,25 @@ class RowTables:
         every = np.concatenate((mine[:kept].ravel(), mine[kept:].T.ravel()))
         return every[every != NO_PAGE]
 
+    def committed(self, row: int) -> Pages:
+        """Returns the row's pages in its committed columns, all of which are published.
+
+        Pages that are named by later pages are left out, because they are published later, or not at all.
+        """
+        end = self.rows.committed.item(row)
+        mine = np.concatenate([kept.table[:, row, :end].ravel() for kept in self.groups if not kept.ahead])
+        return mine[mine != NO_PAGE]
+
     def lost(self, rows: Rows, starts: Ints) -> tuple[int, str] | None:
         """Returns the index of the first of `rows` that lacks pages which a query at its start sees, and which pages.
 
         None if no row lacks any.
         """
         for kept in self.groups:
-            first = kept.firsts[rows]
-            behind = (kept.group.first_seen(starts) // self._page_size < first).nonzero()[0]
-            if behind.size:
-                at = int(behind[0])
-                begin, group = first[at] * self._page_size, kept.group
+            lacking = kept.lacks(rows, starts).nonzero()[0]
+            if lacking.size:
+                at = int(lacking[0])
+                begin, group = kept.firsts[rows][at] * self._page_size, kept.group
                 return at, f"pages of the layers of kind {group.kind} ({group.window} tokens) before token {begin}"
         return None
 
@@ -422,7 +444,7 @@ class RowTables:
     def refuse_fork(self, row: int, computed: int) -> None:
         """Raise `InvalidRequestError` if the row has freed pages that a fork after `computed` tokens sees."""
         for kept in self.groups:
-            if not kept.sees(row, computed):
+            if kept.lacks(np.array([row]), np.array([computed])).any():
                 raise InvalidRequestError(
                     f"request {self.rows.request_ids[row]!r}: fork after {computed} computed tokens, but the layers of "
                     f"kind {kept.group.kind} ({kept.group.window} tokens) have freed their pages before token "
@@ -456,11 +478,16 @@ class RowTables:
         """
         where = self.rows.places(rows, columns)
         own = self.rows.entries[where]
+        for kept in self._ahead:  # these digests name the pages before
+            where[kept.tables] -= kept.ahead
+            own[kept.tables] = np.where(columns < kept.ahead, NO_PAGE, self.rows.entries[where[kept.tables]])
         at = own.astype(INDEX)
         self._numbers[at] = self._own_numbers
         # Pages that are published already came from a lookup.
         new: Ints = ((own != NO_PAGE) & ~self.pool.index.published[at]).ravel().nonzero()[0]
-        names: Digests = self.every(digests).reshape(-1, digests.shape[1]).take(new, axis=0)
+        if self._ahead:  # forks may share a page that none of them has published yet, and fill different next pages
+            new = np.sort(new[np.unique(own.ravel()[new], return_index=True)[1]])
+        names: Digests = (digests ^ self._mixed).reshape(-1, digests.shape[1]).take(new, axis=0)
         return where.ravel()[new], own.ravel()[new], names
 
     def _slide(self, rows: Ints) -> None:
@@ -475,23 +502,24 @@ class RowTables:
             if kept.group.keeps_all:
                 continue
             before = kept.firsts[rows]
-            now = kept.group.first_seen(state.cached[rows]) // state.size
+            now = kept.seen(state.cached[rows])
             now = np.maximum(before, np.minimum(now, published) if self._caching else now)
             for at in leased:
-                self._leave_to_readers(int(rows[at]), kept.tables, int(before[at]), int(now[at]))
-            counts = now - before
-            at = counts.nonzero()[0]
+                first = int(kept.leave_from(before[at]))
+                self._leave_to_readers(int(rows[at]), kept.tables, first, int(now[at]))
+            begins = kept.leave_from(before)
+            at = (now > begins).nonzero()[0]
+            kept.firsts[rows] = now
             if not at.size:
                 continue
-            columns = before[at]
+            columns, counts = begins[at], (now - begins)[at]
             # In nearly all steps, each of these rows frees exactly one page, and this block is skipped.
-            if np.count_nonzero(counts[at] != ONE):
-                at = np.repeat(np.arange(len(rows)), counts)
-                columns = np.arange(len(at)) + np.repeat(before - np.cumsum(counts) + counts, counts)
+            if np.count_nonzero(counts != ONE):
+                at = np.repeat(at, counts)
+                columns = np.arange(len(at)) + np.repeat(columns - np.cumsum(counts) + counts, counts)
             where = state.places(rows[at], columns, kept.tables)
             pages = state.entries[where].ravel()
             state.entries[where] = NO_PAGE
-            kept.firsts[rows] = now
             # `release_each` frees its last page first. So pages are sorted by row, the last row first, then by column,
             # then by table.
             turns = (columns - at * width) * self._counts + self._own_numbers[kept.tables]
@@ -511,9 +539,9 @@ class RowTables:
         for kept, span in zip(self.groups, spans, strict=True):
             for table in range(kept.tables.start, kept.tables.stop):
                 for first, end in self._leases.known(row, table):
-                    begin = max(kept.firsts.item(row), first)
-                    yield table, begin, min(span.first, end)
-                    yield table, max(span.columns.start, begin), min(span.found_end, end)
+                    yield table, kept.leave_from(max(kept.firsts.item(row), first)), min(span.first, end)
+                    for begin, last in ranges_of(span.columns):
+                        yield table, max(begin, first), min(last, end)
 
     def _leave_to_readers(self, row: int, tables: slice, first: int, last: int) -> None:
         """Let the row's leases take over the pages in columns `first` to `last` (excluded) that readers may know."""
@@ -526,9 +554,14 @@ class RowTables:
         `digests` are the digests of the pages from column `first` on.
         """
         return tuple(
-            self.pages_of(digests[max(0, kept.seen(end * self._page_size) - first) : end - first], kept.tables)
+            self._find_each(self._names(kept, digests, as_rows(kept.seen_columns(end, first)) - first))
             for kept in self.groups
         )
+
+    def _names(self, kept: KeptPages, digests: Digests, at: ColumnSet = slice(None)) -> Digests:
+        """Returns the names of the pages `at` in each table of a group, `[tables, pages, words]`."""
+        names: Digests = kept.names(digests)[at] ^ self._mixed[kept.tables]
+        return names
 
     def _find_each(self, mixed: Digests) -> Pages:
         return self.pool.index.find(mixed.reshape(-1, mixed.shape[2])).reshape(mixed.shape[:2])
@@ -569,13 +602,13 @@ class OneTable(RowTables):
             known = () if row is None else self._leases.known(row, 0)  # a table of full attention has one range at most
             kept = max(0, known[0][1] - first) if known else 0
             cost = new + pool.would_be_taken(found.pages[0]) - pool.would_be_freed(leaving[kept:])
-        span = ColumnSpan(found.pages[0], 0, end, max(needed, have))
+        span = ColumnSpan(found.pages[0], 0, end, max(needed, have), slice(first, end))
         return Reservation((span,), leaving, new, end, cost, start, active, cached, found.reached)
 
     def take(self, row: int, plan: Reservation) -> Pages:
         if plan.slots.size:
             return super().take(row, plan)
-        rows, pool, (found, _, end, last) = self.rows, self.pool, plan.spans[0]
+        rows, pool, (found, _, end, last, _) = self.rows, self.pool, plan.spans[0]
         if found.size:
             pool.hold(found)
             if plan.leaving.size:

@@ -27,12 +27,14 @@ from numpy.typing import NDArray
 from kvcache import (
     Batch,
     BlockTable,
+    DraftGroup,
     ImportProof,
     KVCacheError,
     LayerGroup,
     PagedKVCacheManager,
     PageLease,
     PendingImport,
+    SinkGroup,
     StatePageError,
     StateShape,
     StepInFlight,
@@ -64,6 +66,10 @@ KINDS: dict[str, dict[str, object]] = {
     "full": {},
     "window": {"groups": (LayerGroup("full", (0,)), LayerGroup("window", (1,), 9))},
     "chunked": {"groups": (LayerGroup("full", (0,)), LayerGroup("chunked", (1,), 12))},
+    "sinks": {"groups": (LayerGroup("full", (0,)), SinkGroup((1,), window=9, sinks=5))},
+    "sinks alone": {"groups": (SinkGroup((0,), window=6, sinks=2), LayerGroup("window", (1,), 11))},
+    "draft": {"groups": (LayerGroup("full", (0,)), DraftGroup((1,)))},
+    "draft of windows": {"groups": (LayerGroup("window", (0,), 9), DraftGroup((1,)))},
     "windows alone": {"groups": (LayerGroup("window", (0,), 6), LayerGroup("window", (1,), 11))},
     "state": {"states": SHAPE},
     "window and state": {
@@ -90,6 +96,9 @@ class Request:
     chain: list[int] = field(default_factory=list[int])  # a word for each token, which depends on its whole prefix
     lease: PageLease | None = None
     pulls: int = 0  # how many tables of it an exchange has leased
+    # The end of the last step, or of an imported table. The next token was perhaps not known there, so a draft model
+    # computes its KV at the last token before it again.
+    drafted: int = -1
 
     @property
     def name(self) -> str:
@@ -108,7 +117,7 @@ class Request:
         return np.array(self.chain[1 : end + 1], np.uint64)
 
     def claimed_with(self, weights: int) -> None:
-        self.weights, self.chain = weights, []
+        self.weights, self.chain, self.drafted = weights, [], -1
         self.lease, self.pulls = None, 0  # an open lease holds the pages of the earlier claim alone
 
 
@@ -218,9 +227,17 @@ class Engine:
             if int(entry.cache_lengths[at]) != start:
                 raise WrongContentError(f"{request.name}: fetch says {int(entry.cache_lengths[at])} cached of {start}")
             for number, table in enumerate(self.manager.layer_tables.tables):
-                pages, seen = tables[number, at].tolist(), int(table.group.first_seen(start))
-                self._compare(request, entry.blocks, pages, np.arange(seen, start), table.layers)
-                self._write(entry.blocks, pages, start, kv_of(words[start:], table.layers))
+                pages, group = tables[number, at].tolist(), table.group
+                ahead = int(isinstance(group, DraftGroup))  # whose KV at a token depends on the next token, too
+                begin = start - ahead * (start == request.drafted)
+                seen = np.arange(begin)
+                seen = seen[(seen >= group.first_seen(start)) | (seen < getattr(group, "sinks", 0))]
+                self._compare(request, entry.blocks, pages, seen, table.layers, ahead)
+                tokens = request.context.tokens
+                known = active + ahead * (active < len(tokens) and tokens[active] >= 0)
+                values = kv_of(request.words(known)[begin + ahead :], table.layers)
+                self._write(entry.blocks, pages, begin, values)
+            request.drafted = active
             for states in self.manager.states[replica : replica + 1]:
                 page = states.pages_at([request.name], [start])
                 if start and (held := float(states.read(0, page, SSM).flatten()[0])) != state_of(words, start):
@@ -230,7 +247,13 @@ class Engine:
             self.reached["tokens seen"] += start
 
     def _compare(
-        self, request: Request, blocks: torch.Tensor, pages: Sequence[int], places: Ints, layers: Sequence[int]
+        self,
+        request: Request,
+        blocks: torch.Tensor,
+        pages: Sequence[int],
+        places: Ints,
+        layers: Sequence[int],
+        ahead: int,
     ) -> None:
         if not len(places):
             return
@@ -238,7 +261,7 @@ class Engine:
         if not ids.all():
             raise WrongContentError(f"{request.name}: token {places[ids == 0][0]} has no page")
         held = blocks[ids, :, : len(layers), places % self.page, :, 0].numpy()
-        right = kv_of(request.words(int(places[-1]) + 1)[places], layers)
+        right = kv_of(request.words(int(places[-1]) + 1 + ahead)[places + ahead], layers)
         wrong = places[(held != right).any(axis=(1, 2, 3))]
         if len(wrong):
             raise WrongContentError(
@@ -430,7 +453,7 @@ class Engine:
             self.reached["forks refused"] += 1
             return
         if done:
-            child.chain = parent.chain[: child.context.start_idx + 1]
+            child.chain, child.drafted = parent.chain[: child.context.start_idx + 1], child.context.start_idx
             self.running.append(child)
             self.reached["forks"] += 1
 
@@ -515,7 +538,7 @@ class HandOver:
         self.source, self.reader, self.of, self.table = source, reader, request, table
         self.request = Request(request.context.fork(f"{reader.name}-of-{request.name}-{reader.made}"), request.weights)
         reader.made += 1
-        self.request.chain = list(request.chain)
+        self.request.chain, self.request.drafted = list(request.chain), table.num_tokens
         self.pending: PendingImport | None = None
         self.is_leased = request.lease is not None
 

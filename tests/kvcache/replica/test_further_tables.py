@@ -71,7 +71,7 @@ def gone(manager: PagedKVCacheManager, tokens: Any, table: int, column: int) -> 
     replica = manager._replicas.each[0]
     context = TextContext([*tokens], 999)
     digests = replica.hasher(None, context).digests(context.tokens, column, column + 1)
-    page = replica.tables.pages_of(digests, slice(1 + table, 2 + table))[0]
+    page = replica.tables.pages_of(digests)[1 + table]
     replica.pool.hold(page)
     replica.pool.index.withdraw(page)
     replica.pool.release(page)

@@ -483,7 +483,7 @@ def test_a_lease_takes_over_the_pages_computed_told_or_published_whichever_are_m
     books = Books()
     books.claim(1, cached)
     lease, pages = books.lease(1), books.pool.allocate(5)
-    books.leases.tell(1, told, [(0, -(-told // 4))])
+    books.leases.tell(1, told, [[(0, -(-told // 4))]])
     books.rows.committed[1] = committed
     assert books.leases.last_read(1) == passed
     books.leases.leave(1, pages[:passed])
@@ -517,7 +517,7 @@ def test_leases_keep_the_pages_that_leave_their_row_if_a_table_has_named_them(na
     lease, pages = books.lease(1), books.pool.allocate(4)
     for row in range(2):
         for columns in named:
-            books.leases.tell(row, 64, [(0, 0), columns])
+            books.leases.tell(row, 64, [[(0, 0)], [columns]])
     books.leases.replace(1, 0, 2, pages)
     assert not books.held_by(lease), "no page of the first table was named"
     for new in (pages, books.pool.allocate(4)):
@@ -536,14 +536,14 @@ def test_a_table_made_before_the_lease_is_kept_if_the_request_has_not_run_since(
         books = Books()
         books.claim(1, 8)
         before = [books.lease(1)] if leased else []
-        books.leases.tell(1, 8, [(0, 1)])
-        books.leases.tell(1, 8, [(1, 2)])
+        books.leases.tell(1, 8, [[(0, 1)]])
+        books.leases.tell(1, 8, [[(1, 2)]])
         if ran:
             books.rows.cached[1] = 9
         lease = books.lease(1)
         assert [*books.leases.known(1, 0)] == ([(0, 2)] if leased or not ran else [])
         if ran:
-            books.leases.tell(1, 9, [(2, 3)])
+            books.leases.tell(1, 9, [[(2, 3)]])
         pages = books.pool.allocate(3)
         books.leases.replace(1, 0, 0, pages)
         for each in (*before, lease):
@@ -553,12 +553,12 @@ def test_a_table_made_before_the_lease_is_kept_if_the_request_has_not_run_since(
 def test_the_tokens_told_to_readers_only_grow() -> None:
     books = Books()
     books.claim(1, 6)
-    books.leases.tell(1, 6, [(0, 2)])  # The row has no lease, so it has no readers to inform.
+    books.leases.tell(1, 6, [[(0, 2)]])  # The row has no lease, so it has no readers to inform.
     assert books.leases.told.tolist() == [0] * 4
     books.lease(1)
     assert books.leases.told[1] == 6
     for tokens in (12, 4, 9, 3, 16, 0):
-        books.leases.tell(1, tokens, [(0, 0)])
+        books.leases.tell(1, tokens, [[(0, 0)]])
     assert books.leases.told[1] == 16
     with pytest.raises(
         InvalidRequestError, match="request 'r1': would recompute from token 15, .* its first 16 tokens"
@@ -576,7 +576,7 @@ def test_after_an_interrupt_leases_take_over_the_pages_of_their_rows_even_if_tha
             books.claim(row, 4)
         kept, half_made = books.lease(0), books.lease(1)
         del books.leases._held[half_made]  # `lease` was interrupted between its two records
-        books.leases.tell(0, 8, [(0, 2)])
+        books.leases.tell(0, 8, [[(0, 2)]])
         pages = books.pool.allocate(3)
         free = books.pool.free_count
         call = partial(books.leases.leave_all, lambda row, pages=pages: pages[: 2 - row])
