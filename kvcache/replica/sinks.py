@@ -46,7 +46,7 @@ class SinkGroup(LayerGroup):
 
     def good_ends(self, there: NDArray[np.bool_], first: int, page_size: int) -> NDArray[np.bool_]:
         count = max(0, -(-self.sinks // page_size) - first)
-        missing: Ints = (~there[:, :count]).any(axis=0).nonzero()[0]
+        missing = np.flatnonzero((~there[:, :count]).any(axis=0))
         good = super().good_ends(there, first, page_size)
         if missing.size:
             good[missing.item(0) :] = False
