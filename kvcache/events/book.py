@@ -74,6 +74,7 @@ class EventBook:
         self._sources = sources = ranks * len(specs)
         self._page_size = page_size
         self._specs = specs_for(reader, specs)
+        self._hides = not all(spec.is_told for spec in self._specs)
         self._names_salt = reader == "dynamo"
         self._index = PrefixIndex(most, 1)  # hash → content
         self._tokens = np.zeros((most + 1, page_size), np.int32)
@@ -113,7 +114,7 @@ class EventBook:
                         change(one, hashes[source == one])
                 else:
                     change(int(source), hashes)
-        return self._told
+        return [told for told in self._told if self._is_told(told.source)] if self._hides else self._told
 
     def is_of(self, source: int, rank: int) -> bool:
         """Whether the event stream of this rank reports this source."""
@@ -122,7 +123,7 @@ class EventBook:
     def state(self, rank: int) -> Iterator[BlockStored]:
         """Returns events that report everything that a rank has. A page comes after the page that it continues."""
         tables = len(self._specs)
-        for source in (*range(rank * tables, (rank + 1) * tables), *reversed(self._shared)):
+        for source in filter(self._is_told, (*range(rank * tables, (rank + 1) * tables), *reversed(self._shared))):
             ids = np.flatnonzero(self._present[source]).astype(np.int32)
             known = self._described[ids]
             for run in self._chains(ids[known]):
@@ -344,6 +345,9 @@ class EventBook:
             spec = self._specs[group]
             event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = spec.kind, spec.window
         return event
+
+    def _is_told(self, source: int) -> bool:
+        return self._specs[self._group(source)].is_told
 
     def _group(self, source: int) -> int:
         return source % len(self._specs)

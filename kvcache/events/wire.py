@@ -60,15 +60,24 @@ class CacheSpec(NamedTuple):
 
     kind: str | None  # None if the events do not name the kind
     window: int | None = None  # the length of a sliding window, in tokens
+    # False if no event reports the blocks, because no router can follow them: a block is named by its next block
+    is_told: bool = True
+
+
+_SPECS = {
+    "full": CacheSpec("full_attention"),
+    "window": CacheSpec("sliding_window"),
+    "chunked": CacheSpec("chunked_local_attention"),
+    "sinks": CacheSpec("sink_full_attention"),
+    "draft": CacheSpec(None, is_told=False),
+}
 
 
 def spec_of(group: LayerGroup, params: KVCacheParams) -> CacheSpec:
     """Returns the kind of the group's layers."""
-    if group.kind == "full":
-        return CacheSpec("mla_attention" if params.is_mla else "full_attention")
-    if group.kind == "window":
-        return CacheSpec("sliding_window", group.window)
-    return CacheSpec("chunked_local_attention")
+    if group.kind == "full" and params.is_mla:
+        return CacheSpec("mla_attention")
+    return _SPECS[group.kind]._replace(window=group.window if group.kind == "window" else None)
 
 
 def specs_for(reader: KVEventsReader, specs: Sequence[CacheSpec]) -> list[CacheSpec]:
@@ -79,7 +88,7 @@ def specs_for(reader: KVEventsReader, specs: Sequence[CacheSpec]) -> list[CacheS
     """
     first, *others = specs
     hidden = reader == "dynamo" and first.kind not in _FOLLOWED
-    return [CacheSpec(None) if hidden else first, *others]
+    return [first._replace(kind=None, window=None) if hidden else first, *others]
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):

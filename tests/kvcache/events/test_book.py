@@ -183,3 +183,13 @@ def test_the_whole_state_has_each_present_page_once_and_after_its_parent() -> No
         ways = [prompt.hashes(0, 4) for prompt in prompts]
         continued = {way[at - 1] for way in ways for at in range(1, 4) if way[at] in used}
         assert 4 * CAPACITY - book._free_count == len(used | continued)
+
+
+def test_pages_of_a_group_that_no_router_can_follow_are_not_reported() -> None:
+    book = EventBook(1, CAPACITY, SIZE, CacheSpec("full_attention"), CacheSpec(None, is_told=False))
+    prompt = Prompt([*range(40)])
+    told = book.apply([prompt.described(0, 10), prompt.come(0, 0, 10), prompt.come(1, 1, 10), None])
+    assert {(one.source, type(one.event)) for one in told} == {(0, BlockStored)}
+    assert blocks([*book.state(0)]) == [prompt.hashes(0, 10)]
+    told = book.apply([prompt.go(1, 1, 10), prompt.go(0, 9, 10), None])
+    assert {(one.source, type(one.event)) for one in told} == {(0, BlockRemoved)}

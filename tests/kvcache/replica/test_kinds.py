@@ -1,0 +1,160 @@
+"""Each kind of layers keeps the pages that its queries see, and no others: the contract of all `KeptPages`.
+
+The columns of each kind are compared with what each query sees, token by token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache import (
+    DraftGroup,
+    InvalidParamsError,
+    KVCacheParams,
+    LayerGroup,
+    PagedKVCacheManager,
+    SinkGroup,
+    TextContext,
+)
+from kvcache.events.wire import spec_of
+from kvcache.layer_groups import layer_tables
+from kvcache.replica.kept_pages import KeptPages, ranges_of
+from kvcache.replica.kinds import KINDS, kept_pages
+from kvcache.replica.rows import AllRows, BlockRows, as_rows
+
+LONGEST = 60
+
+
+def group_of(kind: str, window: int, sinks: int) -> LayerGroup:
+    if kind == "draft":
+        return DraftGroup((0,))
+    return SinkGroup((0,), window, sinks) if kind == "sinks" else LayerGroup(kind, (0,), window * (kind != "full"))  # type: ignore[arg-type]
+
+
+def sees(group: LayerGroup, query: int, token: int) -> bool:
+    """Whether a query sees an earlier or its own token, from the definition of the kind."""
+    if group.kind == "window":
+        return query - token < group.window
+    if group.kind == "chunked":
+        return query // group.window == token // group.window
+    if isinstance(group, SinkGroup):
+        return query - token < group.window or token < group.sinks
+    return True
+
+
+def kept_of(group: LayerGroup, page_size: int) -> KeptPages:
+    groups = layer_tables((group,), 1).groups
+    return kept_pages(groups[0], 0, BlockRows(AllRows(1, 2, page_size), 0, LONGEST, groups, pinned=False))
+
+
+DRAWN = given(
+    kind=st.sampled_from(["full", "window", "chunked", "sinks", "draft"]),
+    window=st.integers(1, 20),
+    sinks=st.integers(1, 12),
+    page_size=st.integers(1, 7),
+    query=st.integers(0, LONGEST - 1),
+)
+
+
+@DRAWN
+def test_a_row_keeps_the_columns_that_its_next_query_sees(
+    kind: str, window: int, sinks: int, page_size: int, query: int
+) -> None:
+    group = group_of(kind, window, sinks)
+    kept, end = kept_of(group, page_size), query // page_size + 1
+    needed = {token // page_size for token in range(query + 1) if sees(group, query, token)}
+    first = min(end, int(kept.seen(query)))
+    mine = as_rows(kept.kept(first, end)).tolist()
+    # The pages of sinks stay whole, and all pages between the sinks and a window that begins beside them stay, too.
+    surplus = {*mine} - needed
+    assert needed <= {*mine}, "a query lacks a page"
+    assert not surplus or (isinstance(group, SinkGroup) and max(surplus) <= -(-sinks // page_size))
+    assert mine == sorted(mine)
+    assert int(kept.num_kept(first, end)) == len(mine)
+    for start in range(end + 1):
+        assert as_rows(kept.kept(first, end, start)).tolist() == [column for column in mine if column >= start]
+    left = range(int(kept.leave_from(0)), first)
+    assert not {*left} & {*mine}, "a page leaves the row, and stays"
+    assert {*left} | {*mine} == {*range(end)}, "a page neither leaves nor stays"
+    assert [column for begin, last in ranges_of(np.array(mine, np.int64)) for column in range(begin, last)] == mine
+
+
+@DRAWN
+def test_a_request_resumes_where_all_pages_that_the_next_query_sees_are_there(
+    kind: str, window: int, sinks: int, page_size: int, query: int
+) -> None:
+    group, pages = group_of(kind, window, sinks), LONGEST // page_size
+    rng = np.random.default_rng(query)
+    for first in (0, 1, 2):
+        there = rng.random((2, pages)) < 0.8
+        good = group.good_ends(there, first, page_size)
+        for end in range(1, pages + 1):
+            needed = [
+                page
+                for page in range(first, first + end)
+                if any(
+                    sees(group, (first + end) * page_size, token)
+                    for token in range(page * page_size, (page + 1) * page_size)
+                )
+            ]
+            assert good[end - 1] == all(there[:, page - first].all() for page in needed)
+
+
+@DRAWN
+def test_no_request_holds_more_pages_than_the_group_says(
+    kind: str, window: int, sinks: int, page_size: int, query: int
+) -> None:
+    group, step = group_of(kind, window, sinks), query % 9 + 1
+    kept = kept_of(group, page_size)
+    held = [
+        int(kept.num_kept(min(end, int(kept.seen(start))), end))
+        for start in range(LONGEST - step)
+        for end in [-(-(start + step) // page_size)]
+    ]
+    assert max(held) <= group.most_pages(LONGEST, page_size, step)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_has_its_events(kind: type[LayerGroup]) -> None:
+    params = KVCacheParams(torch.float16, n_kv_heads=1, head_dim=8)
+    drawn = {LayerGroup: "window", SinkGroup: "sinks", DraftGroup: "draft"}[kind]
+    spec = spec_of(group_of(drawn, 4, 2), params)
+    assert (spec.kind, spec.is_told) == {
+        "window": ("sliding_window", True),
+        "sinks": ("sink_full_attention", True),
+        "draft": (None, False),
+    }[drawn]
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(0, 1), (4, 0), (4, -1), (4, 1.5)])
+def test_a_group_with_sinks_refuses_sizes_that_are_none(window: int, sinks: int) -> None:
+    with pytest.raises(InvalidParamsError, match="window|sinks"):
+        SinkGroup((0,), window, sinks)
+    with pytest.raises(InvalidParamsError, match="layers"):
+        DraftGroup(())
+
+
+@pytest.mark.parametrize("both", [0, 1])
+def test_a_draft_page_is_found_only_with_the_next_page(both: int) -> None:
+    """A prompt with another next page computes the draft page again; the main layers alone would find it."""
+    groups = (LayerGroup("full", (0,)), DraftGroup((1,))) if both else (LayerGroup("full", (0, 1)),)
+    params = KVCacheParams(torch.float16, 1, 8, page_size=4, groups=groups, enable_prefix_caching=True)
+    manager = PagedKVCacheManager(params, 4, 64, 2, ["cpu"], available_cache_memory=1 << 20)
+    prompt = [*range(20)]
+    first = TextContext(prompt, 64, "first")
+    with manager.claim(first):
+        manager.maybe_reserve(first)
+        manager.fetch([first])
+        first.update(1)
+        manager.step([first])
+    found: list[int] = []
+    for length in (9, 13, 17):
+        other = TextContext([*prompt[:length], *[90] * 6], 64, f"other {length}")
+        with manager.claim(other):
+            manager.maybe_reserve(other)
+            found.append(other.start_idx)
+    assert found == ([4, 8, 12] if both else [8, 12, 16])
