@@ -8,7 +8,7 @@ from kvcache.eviction_order import BY_QUOTA, BY_TURN
 from kvcache.policies.hinted_order import HintedOrder
 from kvcache.policies.quotas import QuotaOrder, TenantQuotas
 from kvcache.pool.journal import PageReader
-from kvcache.pool.slabs import SlabPool
+from kvcache.pool.slabs import SlabPool, num_slabs
 from kvcache.retention import NEUTRAL, PageHints
 
 
@@ -412,3 +412,36 @@ def test_a_slab_is_given_back_as_soon_as_nobody_holds_or_finds_its_state() -> No
     assert not pool.taken.any()
     assert states.index.find(digest).tolist() == [0]
     states.check(np.zeros(8, np.int64), np.zeros(8, np.int64))
+
+
+def test_a_pool_smaller_than_a_slab_has_none_and_one_without_content_is_as_wide_as_its_pages() -> None:
+    assert [num_slabs(pages, 4) for pages in (0, 2, 6, 7, 11)] == [0, 0, 0, 1, 2]
+    assert SlabPool(11, 1, 4).width == 1.0
+
+
+def test_pages_are_moved_for_a_slab_if_exactly_enough_others_are_free() -> None:
+    pool, _, moves = made()
+    pool.allocate(15)
+    pool.release(np.array([1, 8, 9, 12]))
+    assert pool.take_slab() == 2
+    assert moves.moved == [([10, 11], [1, 12])]
+
+
+def test_a_kept_slab_that_was_used_later_stays_if_exactly_enough_pages_are_idle() -> None:
+    pool, kept, _ = made()
+    pages = pool.allocate(11)
+    publish(pool, pages)
+    pool.release(pages)
+    assert kept.keep() == 3
+    kept.slabs = [(3, pool.uses.clock + 1)]
+    assert len(pool.allocate(11)) == 11
+    assert (kept.num_idle, pool.evictions) == (1, 11)
+
+
+def test_after_an_interrupt_the_pages_of_lost_slabs_are_fresh_wherever_the_stack_began() -> None:
+    pool = SlabPool(11, 1, 4)
+    assert [pool.take_slab(), pool.take_slab()] == [2, 1]
+    for rebuilt in (pool.cached, pool):
+        rebuilt.rebuild(*np.zeros((2, rebuilt.num_pages + 1), np.int64))
+    recount(pool)
+    assert sorted(pool.allocate(11).tolist()) == [*range(1, 12)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcache import InvalidRequestError, LayerGroup, NotReservedError, PagedKVCacheManager, PendingImport, TextContext
-from tests.kvcache.build import as_long_as, manager_of
+from tests.kvcache.build import as_long_as, manager_of, proven
 from tests.kvcache.replica.test_further_tables import gone
 from tests.kvcache.states.test_grouped_states import NEXT, PROMPT, SHAPE, SIZE, run, served, start, without_state_at
 
@@ -209,3 +209,28 @@ def test_an_import_is_not_committed_before_the_table_that_names_its_windows_and_
     target.commit_import(context, pending, copier.prove())
     assert context.start_idx == len(PROMPT)
     target.check()
+
+
+@pytest.mark.parametrize("groups", [WIDE, NARROW])
+@pytest.mark.parametrize("tokens", [17, 20])
+def test_an_import_shares_no_cached_page_after_its_own_tokens(groups: tuple[LayerGroup, ...], tokens: int) -> None:
+    """The request computes the tokens after those of the table, and would overwrite a page that others can find."""
+    source, target = make(groups, states=False), make(groups, states=False)
+    without_states(target, "first")
+    target.release("first")
+    for column in range(10):
+        gone(target, PROMPT, 0, column)
+    prompt = TextContext(PROMPT[:tokens], 256, "r")
+    source.external_claim("r")
+    assert source.maybe_reserve(prompt)
+    source.fetch([prompt])
+    prompt.update(PROMPT[tokens])
+    source.step([prompt])
+    context = TextContext([*PROMPT, NEXT], 256, "d")
+    target.external_claim("d", 0)
+    pending = target.import_block_table(context, source.block_table("r"))
+    assert pending is not None
+    target.commit_import(context, pending, proven(target, pending))
+    assert context.start_idx == tokens
+    assert target.maybe_reserve(context)
+    compute(target, context)

@@ -296,3 +296,27 @@ def test_a_claim_or_a_fork_without_room_for_its_state_changes_nothing() -> None:
             call()
         assert not (changed := first_difference(before, books_of(manager, [context, child]))), changed
     manager.check()
+
+
+@pytest.mark.parametrize("copies", [60, None])
+def test_a_state_that_a_reader_of_a_lease_knows_is_not_replaced_by_a_later_cached_state(copies: int | None) -> None:
+    manager = make(pages=300, copies=copies)
+    context = TextContext(PROMPT, 256, "leased")
+    manager.external_claim("leased", 0)
+    context.set_token_indices(active_idx=8)
+    assert manager.maybe_reserve(context)
+    run(manager, context)
+    started = context.start_idx
+    lease = manager.lease("leased")
+    manager.block_table("leased")
+    served(manager, PROMPT, "other")
+    states = manager.states[0]
+    page = states.page_of("leased")
+    before = [tensor[page].clone() for tensor in states.blocks[0]]
+    assert manager.maybe_reserve(context)
+    assert (context.start_idx, states.tokens_of("leased")) == (started, started)
+    assert all(torch.equal(tensor[page], was) for tensor, was in zip(states.blocks[0], before, strict=True))
+    manager.end_lease(lease)
+    assert manager.maybe_reserve(context)
+    assert context.start_idx > started
+    run(manager, context)

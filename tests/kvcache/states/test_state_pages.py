@@ -2,7 +2,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.errors import InvariantError, NoFreeRowError, NoFreeStatePageError, StatePageError, UnknownRequestError
+from kvcache.errors import (
+    InterruptedCallError,
+    InvariantError,
+    NoFreeRowError,
+    NoFreeStatePageError,
+    StatePageError,
+    UnknownRequestError,
+)
 from kvcache.params import CONV_KINDS, SSM_KIND, StateShape
 from kvcache.pool.index import Digests, Pages
 from kvcache.pool.journal import PageReader
@@ -276,6 +283,10 @@ def test_a_request_continues_from_the_state_of_its_accepted_tokens(kept: bool, l
     for tensor in states.blocks[0]:
         tensor[page], tensor[drafted] = 5, 7
     states.advance(torch.tensor([drafted]), [10])
+    for start in (7, 11):
+        with pytest.raises(StatePageError, match=f"'a': {start} tokens are computed, but .* the states after 8 and 10"):
+            states.goes_on_from("a", start)
+    assert [states.goes_on_from("a", start) for start in (8, 9, 10)] == [8, 8, 10]
     states.settle("a", 10 if kept else 8)
     own = states.page_of("a")
     assert own == (drafted if kept and not leased else page)
@@ -317,6 +328,32 @@ def test_a_request_that_ends_or_gets_another_state_gives_back_the_page_of_its_dr
         assert states.begin_import("a") == page
     assert (states.drafted, states.num_held) == ({}, end == "imported")
     states.check([] if end == "released" else ["a"], [] if end == "released" else [page])
+
+
+def test_a_request_has_one_page_for_drafted_tokens_and_none_while_its_state_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = states_of(SHAPE, 3)
+    states.allocate("a")
+    assert states.draft("a")
+    page = states.drafted["a"]
+    assert states.draft("a")
+    assert (states.drafted, states.num_held) == ({"a": page}, 2)
+    page = states.begin_import("a")
+    with pytest.raises(StatePageError, match="'a': state page 1 is being written by a transfer"):
+        states.draft("a")
+    states.cancel_import(page)
+
+    def stops(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(states.pool, "make_room", stops)
+        with pytest.raises(KeyboardInterrupt):
+            states.draft("a")
+    with pytest.raises(InterruptedCallError, match="draft: draft was interrupted"):
+        states.draft("a")
+    assert states.drafted == {}
 
 
 def test_copies_give_way_to_requests_and_to_newer_ones() -> None:

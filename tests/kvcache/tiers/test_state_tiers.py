@@ -166,3 +166,35 @@ def test_states_get_their_share_of_host_memory_and_files_and_pages_get_the_rest(
     assert divide_tiers(dataclasses.replace(params, states=None), 1) == TierRoom(80 * state_bytes + 8, 1000, 0, 0)
     with pytest.raises(PoolTooSmallError, match="tier_state_share is 0.01: the share must hold 2 states"):
         divide_tiers(dataclasses.replace(params, tier_state_share=0.01), 1)
+
+
+def test_a_state_that_finds_no_room_on_the_device_gives_back_its_slot_of_the_host() -> None:
+    states = states_of(SHAPES[1], 2)
+    states.below = tier = tier_below(states)
+    states.advance(torch.tensor([states.allocate("a")]), [8])
+    states.keep("a", digest(1), 8, passing=False)
+    tier.store_all()
+    states.allocate("b")
+    assert not states.kept_after(digest(2)).any()
+    slots = tier.slots(digest(1))
+    assert slots.all()
+    assert not states.bring_copy(digest(1), 8)
+    assert tier.host.pool.holders[slots].tolist() == [0]
+    states.release("b")
+    assert states.bring_copy(digest(1), 8)
+
+
+@pytest.mark.parametrize("on_the_device", [True, False])
+def test_a_state_from_which_a_request_resumes_counts_as_used_in_every_tier(on_the_device: bool) -> None:
+    states = states_of(SHAPES[1], 6)
+    states.below = tier = tier_below(states)
+    states.advance(torch.tensor([states.allocate("a")]), [8])
+    for number in (1, 2, 3, 4):
+        states.keep("a", digest(number), 8, passing=False)
+    tier.store_all()
+    if not on_the_device:
+        states.forget_copies()
+    states.resume("a", digest(1), 8)
+    states.keep("a", digest(5), 8, passing=False)
+    tier.store_all()
+    assert [int(tier.slots(digest(number))[0] > 0) for number in (1, 2, 3, 4, 5)] == [1, 0, 1, 1, 1]
