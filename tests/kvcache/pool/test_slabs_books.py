@@ -202,30 +202,33 @@ def test_the_highest_of_several_slabs_released_together_is_handed_out_last(backw
     assert set(range(1, 16)) - set(pool.allocate(11).tolist()) == {both[1] * 4 + at for at in range(4)}
 
 
-def test_after_an_interrupt_slabs_that_are_held_or_found_are_taken_and_no_others() -> None:
-    pool = SlabPool(31, 1, 4)
+def test_after_an_interrupt_slabs_that_are_held_written_or_found_are_taken_and_no_others() -> None:
+    pool = SlabPool(39, 1, 4)
     states = pool.cached
-    held, found, lost = (states.allocate_one() for _ in range(3) if states.make_room(moving=False))
-    states.index.publish(ids(found), np.array([[7]], np.uint64))
-    states.release(ids(found))
+    held, written, found, known, lost = (states.allocate_one() for _ in range(5) if states.make_room(moving=False))
+    states.index.publish(ids(found, known), np.array([[7], [8]], np.uint64))
+    states.add_writer(ids(written))
+    states.release(ids(found, known, written))
     pages = pool.allocate(9)
     publish(pool, pages[:8])
     pool.release(pages[3:8])
     pool.taken[[held, lost, 1]] = False, False, True  # Slab 1 has pages of requests. No request holds slab `lost`.
+    states.holders[[held, found]], states.writers[:] = (4, 1), 0
     pool.uses.of_slabs[:] = 0
+    pool.uses.of_slabs[known] = 2
     pool.uses.used[pages[3:6]] = 0
     pool.uses.ages[:] = 1 << 40
-    of_states = np.zeros(states.num_pages + 1, np.int64)
-    of_states[held] = 1
-    states.rebuild(of_states.copy(), none(states))
-    assert np.flatnonzero(pool.taken).tolist() == sorted([held, found])
+    of_states, writers = none(states), none(states)
+    of_states[held] = writers[written] = 1
+    states.rebuild(of_states.copy(), writers.copy())
+    assert np.flatnonzero(pool.taken).tolist() == sorted([held, written, found, known])
     rows = counts(pool, *pages[[0, 1, 2, 8]].tolist())
     pool.rebuild(rows.copy(), none(pool))
     pool.check(rows.copy(), none(pool))
-    states.check(of_states.copy(), none(states))
-    assert states.oldest_use > 0
-    assert pool.take_slab() not in (0, held, found), "slabs are taken as before"
-    assert pool.free_count == 31 - 4 - 2 * 4 + 4 - 4
+    states.check(of_states.copy(), writers.copy())
+    assert states.oldest_use == 2, "a slab keeps the time of its last use"
+    assert pool.take_slab() not in (0, held, written, found, known), "slabs are taken as before"
+    assert pool.free_count == 39 - 4 - 4 * 4 + 2 * 4 - 4
     with pytest.raises(InvariantError, match="page .* has 0 holders, but 1 are counted"):
         states.check(np.ones(states.num_pages + 1, np.int64), none(states))
 
@@ -233,7 +236,7 @@ def test_after_an_interrupt_slabs_that_are_held_or_found_are_taken_and_no_others
 @pytest.mark.parametrize(
     ("column", "at", "value", "message"),
     [
-        ("_index", 5, 3, "page 5 is fresh, but the stack has another page at the index 3"),
+        ("_place", 5, 3, "page 5 is fresh, but the stack has another page at the index 3"),
         ("uses.ages", 2, 9, "slab 2 was last used at 0, before its recorded bound 9"),
     ],
 )

@@ -370,17 +370,22 @@ def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
     states.check(["a", "b", "c"])
 
 
+@pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("end", ["committed", "cancelled"])
-def test_only_cancelling_an_import_restores_what_its_state_page_held_before(end: str) -> None:
+def test_only_cancelling_an_import_restores_what_its_state_page_held_before(end: str, *, cached: bool) -> None:
     """A cancelled import restores the earlier content of the state page. After the release, the page belongs to another
     request, whose state starts at zero. A second cancellation then restores zero.
     """
-    states = states_of(SHAPE, 2)
+    states = states_of(SHAPE, 3)
     page = states.allocate("a")
     for tensor in states.blocks[0]:
         tensor[page] = 5
-    # The current state has no copy, so the content of the page is saved.
+    states.advance(torch.tensor([page]), [8])
+    if cached:
+        states.keep("a", digest(1), 8, passing=False)
+    # If the current state has a copy, the copy is held. Otherwise the content of the page is saved.
     assert states.begin_import("a", digest(1)) == page
+    assert (states.num_held, len(states._saved)) == (1 + cached, not cached)
     for tensor in states.blocks[0]:
         tensor[page] = 7
     if end == "committed":
@@ -389,6 +394,7 @@ def test_only_cancelling_an_import_restores_what_its_state_page_held_before(end:
         states.cancel_import(page)
     held = 7 if end == "committed" else 5
     assert all((tensor[page] == held).all() for tensor in states.blocks[0])
+    assert (states.tokens_of("a"), states.num_held) == (8, 1)
     states.release("a")
     assert states.allocate("b") == page
     assert states.begin_import("b") == page
@@ -397,7 +403,7 @@ def test_only_cancelling_an_import_restores_what_its_state_page_held_before(end:
     states.cancel_import(page)
     assert all((tensor[page] == 0).all() for tensor in states.blocks[0])
     states.release("b")
-    assert states.pool.free_count == 2
+    assert states.pool.free_count == 3
     states.check([])
 
 
