@@ -150,6 +150,26 @@ def imported(
     return context, target.manager.import_block_table(context, table)
 
 
+def test_a_lease_holds_pages_and_state_of_a_request_that_has_left(model: Any) -> None:
+    loop = hybrid_loop(model, rows=2)
+    manager = loop.manager
+    serve(loop, requests_of(PROMPTS[:1], 1, hold_pages=True))
+    lease = manager.lease("r0")
+    table = manager.block_table("r0")
+    (page,) = table.groups[1]
+    state = [tensor[page].clone() for tensor in states_of(loop).tensors[0]]
+    loop.free("r0")
+    manager.check()
+    assert manager.num_leased_blocks == len(table.groups[0])
+    serve(loop, requests_of(PROMPTS[:3], 3))
+    now = [tensor[page] for tensor in states_of(loop).tensors[0]]
+    assert all(torch.equal(*pair) for pair in zip(now, state, strict=True))
+    assert state[3].any()
+    assert states_of(loop).num_held == 1
+    manager.end_lease(lease)
+    assert_nothing_held(manager)
+
+
 def test_an_import_of_a_state_needs_a_proof_and_its_page_stays_with_the_copier(model: Any) -> None:
     source, target = hybrid_loop(model), hybrid_loop(model)
     serve(source, requests_of(PROMPTS[:1], 1, hold_pages=True))

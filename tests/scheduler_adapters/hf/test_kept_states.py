@@ -118,6 +118,18 @@ def test_a_state_that_a_reader_was_promised_is_not_overwritten_by_a_hit(model: A
     assert_nothing_held(manager)
 
 
+def test_admission_waits_for_a_state_page(model: Any) -> None:
+    loop = cached_loop(model, rows=1, copies=0)
+    manager: Any = loop.manager
+    serve(loop, [Request("r", PROMPTS[0], 1, hold_pages=True)])
+    lease = manager.lease("r")
+    loop.free("r")
+    context = TextContext(PROMPTS[2], 4096, "next")
+    assert not manager.admission(context).fits
+    manager.end_lease(lease)
+    assert manager.admission(context).fits
+
+
 def test_check_names_inconsistent_books(model: Any) -> None:
     def broken() -> Any:
         loop = cached_loop(model)
