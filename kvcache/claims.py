@@ -92,9 +92,16 @@ class Claims:
     def gather(self, batch: Sequence[Context], call: str) -> Gathered:
         """Returns the requests of a call as arrays. If `batch` is a `Batch`, refreshes `batch` and returns it."""
         kind: type = type(batch)  # checked exactly, because a subclass could return another item at each access
-        last = self._last(batch) if kind is list else None
-        if last is not None:
-            gathered = last
+        last = self._listed
+        # The objects are compared, because the `__eq__` of a caller's subclass may call other requests equal.
+        if (
+            kind is list
+            and last is not None
+            and last[1] == self._releases
+            and len(last[0].contexts) == len(batch)
+            and all(map(is_, last[0].contexts, batch))
+        ):
+            gathered = last[0]
         elif kind is not list and isinstance(batch, Batch):
             if batch.checked_at != self._releases or batch.unbound or batch.owner is not self:
                 self._refuse_stale(batch, call)
@@ -214,15 +221,6 @@ class Claims:
                 "reserved for: pass that object, or release the request and claim it again"
             )
         return place
-
-    def _last(self, batch: Sequence[Context]) -> Gathered | None:
-        """Returns the requests of the last list if `batch` has the same contexts, and they have the same rows."""
-        if self._listed is None:
-            return None
-        last, releases = self._listed
-        # The objects are compared, because the `__eq__` of a caller's subclass may call other requests equal.
-        same = releases == self._releases and len(last.contexts) == len(batch) and all(map(is_, last.contexts, batch))
-        return last if same else None
 
     def _bind(self, batch: Sequence[Context], call: str) -> tuple[Sequence[Context], Rows, bool]:
         """Returns the contexts of a call, and their places.

@@ -34,6 +34,7 @@ from kvcache.under_way import UnderWay
 MakeKept = Callable[[RowTables, HasherOfRow], Kept]
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)
+_FIRST, _NOWHERE = np.zeros(1, np.int64), np.zeros(0, np.int64)  # indices in a list of one request
 
 
 class Replica:
@@ -366,7 +367,11 @@ class Replica:
         The result is four arrays: their positions in `rows`, the rows, and for each of them the first and the last
         (excluded) of these pages. Changes nothing.
         """
-        at = (computed >= self.rows.commit_at[rows]).nonzero()[0]
+        ends = self.rows.commit_at[rows]
+        if len(computed) == 1:  # comparing two items takes a fifth of the time of comparing two arrays
+            at = _FIRST if computed.item() >= ends.item() else _NOWHERE
+        else:
+            at = (computed >= ends).nonzero()[0]
         filled = rows_at(rows, at)
         return at, filled, self.rows.committed[filled], computed[at] // self.rows.size
 
@@ -379,12 +384,15 @@ class Replica:
         self.tier.arrive(filled)
         flat_rows, columns = filled, firsts
         if len(filled) == 1:  # numpy repeats the row itself
-            columns = np.arange(firsts.item(), lasts.item())
-        elif len(digests) > len(filled):
+            last: int = lasts.item()
+            self._publish(filled, np.arange(firsts.item(), last), digests)
+            self.rows.commit(filled.item(), last)
+            return
+        if len(digests) > len(filled):
             counts = lasts - firsts
             flat_rows = np.repeat(filled, counts)
             columns = np.arange(len(flat_rows)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
-        if len(filled) == 1 or len(set(digests[:, 0].tolist())) == len(digests):
+        if len(set(digests[:, 0].tolist())) == len(digests):
             self._publish(flat_rows, columns, digests)
         # In one step, two rows may fill pages with the same content. The second row then shares the first row's page.
         else:
