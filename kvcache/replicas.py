@@ -27,7 +27,7 @@ from kvcache.replica.kept import Kept
 from kvcache.replica.replica import MakeKept, Replica
 from kvcache.replica.resume import Found
 from kvcache.replica.row_states import RowStates, step_drafted
-from kvcache.replica.rows import AllRows, BlockRows, Filled, as_rows, rows_at
+from kvcache.replica.rows import AllRows, BlockRows, Filled, PromptCounter, as_rows, rows_at
 from kvcache.sizing import Needs, Sizes
 from kvcache.states.state_memory import room_apart, room_in_slabs, state_layouts
 from kvcache.states.state_pages import StatePages
@@ -251,17 +251,18 @@ class Replicas:
         if gathered.slack < num_steps - 1:
             self._refuse_short(gathered, shares, num_steps)
         counted = gathered.is_counted  # then these requests have been checked, and their prompts have been counted
-        prompts: list[list[tuple[int, int, int]]] = []
+        prompts: list[tuple[PromptCounter, list[tuple[int, int, int]]]] = []
         for share in () if counted else shares:
-            replica, starts = self.each[share.replica], gathered.starts[share.at]
+            replica, at = self.each[share.replica], share.at
             if replica.leases.of_row:
-                replica.leases.refuse_rewrite(share.rows, starts)
-            prompts.append(replica.counter.prompts(share.rows, starts, gathered.actives[share.at]))
+                replica.leases.refuse_rewrite(share.rows, gathered.starts[at])
+            if (counter := replica.counter).open:
+                prompts.append((counter, counter.prompts(share.rows, gathered.starts[at], gathered.actives[at])))
         self.mark.call = _FETCH
         if self._all_tiers:
             self._tick(shares)
-        for share in shares if prompts else ():
-            self._counters[share.replica].run(prompts[share.replica])
+        for counter, ran in prompts:
+            counter.run(ran)
         fetched: list[RaggedKVCacheInputs] = []
         for share in shares:
             placed = self.placed[share.replica]
@@ -471,8 +472,9 @@ class Replicas:
         if gathered.is_counted:  # the prompts of these requests have been counted
             return
         for share in gathered.split(len(self.each)):
-            counter, computed = self.each[share.replica].counter, gathered.computed[share.at]
-            counter.run(counter.prompts(share.rows, np.zeros_like(computed), computed))
+            if (counter := self.each[share.replica].counter).open:
+                computed = gathered.computed[share.at]
+                counter.run(counter.prompts(share.rows, np.zeros_like(computed), computed))
 
     def _fits(self, replica_idx: int, context: SafeContext, length: int, found: Found) -> tuple[int, bool]:
         """Returns how many pages a new request needs besides the pages in `found`, and whether the request fits now."""

@@ -270,8 +270,6 @@ class PromptCounter:
 
         Raises `InvalidRequestError` if a start is beyond the counted tokens of its row.
         """
-        if not self.open:
-            return []
         each = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
         found = [(row, starts.item(at), ends.item(at)) for at, row in enumerate(each) if row in self.open]
         for row, start, _ in found:
