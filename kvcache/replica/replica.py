@@ -368,7 +368,7 @@ class Replica:
         (excluded) of these pages. Changes nothing.
         """
         ends = self.rows.commit_at[rows]
-        if len(computed) == 1:  # comparing two items takes a fifth of the time of comparing two arrays
+        if len(computed) == 1:  # numbers instead of arrays, as in `AllRows.slack`
             at = _FIRST if computed.item() >= ends.item() else _NOWHERE
         else:
             at = (computed >= ends).nonzero()[0]
