@@ -157,7 +157,7 @@ def room_in_slabs(shape: StateShape | None, slabs: SlabPool, rows: Sequence[torc
     if slabs.num_slabs < 1:
         raise PoolTooSmallError(
             f"available_cache_memory holds {slabs.num_pages} pages, and a state takes {slabs.slab_pages} of them: "
-            f"at least {2 * slabs.slab_pages} pages are needed"
+            f"at least {2 * slabs.slab_pages - 1} pages are needed"
         )
     layouts = state_layouts(shape, len(rows))
     sizes = [slabs.slab_pages * row.shape[1] * row.element_size() for row in rows]

@@ -199,6 +199,39 @@ def test_imported_pages_are_reported_when_they_are_committed() -> None:
     manager.close()
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_commit_of_an_import_ends_a_call_in_the_log(*, waits: bool) -> None:
+    """Otherwise its pages are reported only with the next call's."""
+    source, manager = manager_of(32), manager_of(32, params={"kv_events": events()})
+    worker = worker_of(manager)
+    context, twin = TextContext(range(1, 30), 64), TextContext(range(1, 30), 64)
+    with source.claim(context), manager.claim(twin):
+        assert source.maybe_reserve(context)
+        source.fetch([context])
+        context.update(1)
+        source.step([context])
+        lent = source.contents.lease(context.request_id, 0, manager.contents.digests(twin), 100)
+        assert lent is not None
+        if waits:
+            table = source.block_table(context.request_id, full_pages=True)
+            pending = manager.import_block_table(twin, table)
+        else:
+            pending = manager.contents.import_pages(twin, 0, lent[1])
+        assert pending is not None
+        proof = proven(manager, pending)
+        parked(worker)
+        if waits:
+            manager.commit_import(twin, pending, proof)
+        else:
+            manager.contents.commit_pages(pending, proof)
+        assert len(worker._log.entries) > 1
+        assert worker._log.entries[-1] is None
+        del worker.turn
+        source.end_lease(lent[0])
+    manager.close()
+    source.close()
+
+
 def test_if_no_thread_reads_the_log_the_loop_reads_it_and_subscribers_stay_right() -> None:
     manager = manager_of(16, params={"kv_events": events()})
     worker = worker_of(manager)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kvcache.errors import InvalidParamsError
+from kvcache.errors import InvalidParamsError, PoolTooSmallError
 from kvcache.params import CONV_KINDS, SSM_KIND, StateForm, StateShape
 from kvcache.pool.slabs import SlabPool
 from kvcache.states.state_memory import (
@@ -139,3 +139,10 @@ def test_the_states_in_slabs_are_as_many_as_fit_and_each_kind_is_named_with_its_
     assert {kind.kind: kind.layout for kind in kinds} == layout
     assert [kind.offset for kind in kinds] == kind_offsets(layout)[:-1]
     assert {(kind.region, kind.stride) for kind in kinds} == {(None, 8 * row)}
+
+
+def test_states_in_pages_need_a_pool_with_a_slab() -> None:
+    pool, rows = SlabPool(7, 1, 4), torch.zeros((8, 1 << 12), dtype=torch.uint8)
+    assert room_in_slabs(SHAPE, pool, [rows]).pool is pool.cached
+    with pytest.raises(PoolTooSmallError, match="holds 6 pages, and a state takes 4 of them: at least 7 pages"):
+        room_in_slabs(SHAPE, SlabPool(6, 1, 4), [rows[:7]])

@@ -308,6 +308,8 @@ def test_a_request_that_resumes_forgets_the_state_of_its_drafted_tokens() -> Non
     states.advance(torch.tensor([states.drafted["b"]]), [10])
     with pytest.raises(StatePageError, match="'b': its drafted tokens ran, but step was not called for them"):
         states.check_booked("b")
+    with pytest.raises(StatePageError, match="'b': its drafted tokens ran, but step was not called for them"):
+        states.pages_at(["a", "b"], [8, 0])
     states.resume("b", digest(1), 8)
     states.check_booked("b")
     assert (states.tokens_of("b"), states.goes_on_from("b", 8)) == (8, 8)
@@ -459,12 +461,19 @@ def test_the_kinds_of_a_shard_say_where_its_states_lie() -> None:
 
 
 def test_after_an_interrupt_requests_have_no_states_and_complete_copies_are_cached() -> None:
-    states = states_of(SHAPE, 4)
+    states = states_of(SHAPE, 8)
     page = states.allocate("a")
     states.advance(torch.tensor([page]), [8])
     states.keep("a", digest(1), 8, passing=False)
     states.keep("a", digest(2), 8, passing=True)
-    states.rebuild([], np.zeros(5, np.int64))
+    assert states.draft("a")
+    for name, number in (("b", 1), ("c", 9)):  # one state has a copy, the other one is saved
+        states.allocate(name)
+        states.begin_import(name, digest(number))
+    of_requests = states._page_of, states.drafted, states._passing, states._before, states._saved
+    assert all(of_requests)
+    states.rebuild([], np.zeros(9, np.int64))
+    assert not any(of_requests)
     states.check([])
     assert (states.num_held, states.num_kept) == (0, 2)
     states.advance(torch.tensor([states.allocate("a")]), [4])
