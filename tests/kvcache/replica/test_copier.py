@@ -234,6 +234,25 @@ def test_a_copier_that_ends_while_the_manager_needs_recovery_leaves_the_pages_to
     assert target.num_free_blocks == 16
 
 
+@pytest.mark.parametrize("copier", ["none", "handed out", "given up"])
+def test_an_open_import_keeps_its_pages_through_a_recovery_until_it_is_cancelled(make: Any, copier: str) -> None:
+    _, table = prefilled(make)
+    target = make(16, page_size=4)
+    pending = target.import_block_table(receiver(target), table)
+    made = None if copier == "none" else target.copier(pending)
+    if made is not None and copier == "given up":
+        made.give_up()
+    with pytest.raises(KeyboardInterrupt), target._mark.changing(Call("fetch")):
+        raise KeyboardInterrupt
+    assert target.recover().imports == (pending,)
+    assert target.num_free_blocks == 11
+    target.cancel_import(pending)
+    if made is not None:
+        made.give_up()
+    target.check()
+    assert target.num_free_blocks == 16
+
+
 def test_a_copier_that_is_interrupted_when_it_ends_is_over_and_its_pages_are_free(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

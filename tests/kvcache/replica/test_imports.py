@@ -623,3 +623,39 @@ def test_another_object_with_the_fields_of_an_import_is_refused(make: Any) -> No
     with pytest.raises(InvalidRequestError, match="'d': got a copy of the import"):
         target.cancel_import(replace(pending))
     target.cancel_import(pending)
+
+
+REASONS = {
+    "pending": "while its import is pending",
+    "written": "while its cancelled import may still be written",
+    "not given back": "would write to pages of its cancelled import",
+}
+CALLS = [(call, state) for call in ("block_table", "fork", "lease") for state in REASONS]
+CALLS += [("import_block_table", state) for state in ("pending", "written")]
+
+
+@pytest.mark.parametrize(("call", "state"), CALLS)
+def test_no_call_uses_the_pages_of_an_import_before_it_is_committed(make: Any, call: str, state: str) -> None:
+    """After a reset, the request's own hit counts as computed, so that only the import stands in the way."""
+    _, table = prefilled(make, **AGAIN["groups"])
+    target = make(60, page_size=4, **AGAIN["groups"])
+    first, context = receiver(target), receiver(target, name="e")
+    pending = target.import_block_table(first, table)
+    target.commit_import(first, pending, proven(target, pending))
+    pending = target.import_block_table(context, table)
+    copier = target.copier(pending)
+    target.reset_prefix_cache()
+    if state != "pending":
+        target.cancel_import(pending)
+    if state == "not given back":
+        copier.give_up()
+    calls = {
+        "block_table": lambda: target.block_table("e"),
+        "fork": lambda: target.fork(context, context.fork("child")),
+        "import_block_table": lambda: target.import_block_table(context, table),
+        "lease": lambda: target.lease("e"),
+    }
+    with pytest.raises(NotReservedError, match=f"'e': {call} {REASONS[state]}"):
+        calls[call]()
+    copier.give_up()
+    target.check()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvcache import BlockTable, InvalidRequestError, LayerGroup, TextContext
+from kvcache.under_way import Call
 from tests.kvcache.build import manager_of, proven, run_once
 
 
@@ -89,19 +90,27 @@ def test_a_second_last_table_takes_back_no_page_that_the_copier_has() -> None:
         manager.close()
 
 
-def test_a_row_forgets_the_cancelled_import_of_the_request_before() -> None:
+@pytest.mark.parametrize("end", ["release", "recover"])
+@pytest.mark.parametrize("groups", [(), (LayerGroup("full", (0,)), LayerGroup("window", (1,), 100))])
+def test_a_row_forgets_the_cancelled_import_of_the_request_before(groups: tuple[LayerGroup, ...], end: str) -> None:
     """Otherwise the next request's import would free pages that the request holds, in place of being refused."""
-    source, reader = manager_of(), manager_of(rows=1)
+    source, reader = (manager_of(rows=1, layers=2, params={"groups": groups}) for _ in range(2))
     with source.claim(prompt := TextContext(range(9), 40, "r")):
         assert source.maybe_reserve(prompt)
         source.fetch([prompt])
         prompt.update(9)
         source.step([prompt])
         table = source.block_table("r")
-        with reader.claim(first := TextContext(range(12), 40, "first")):
-            pending = reader.import_block_table(first, table)
-            assert pending is not None
-            reader.cancel_import(pending)
+        reader.external_claim("first")
+        pending = reader.import_block_table(TextContext(range(12), 40, "first"), table)
+        assert pending is not None
+        reader.cancel_import(pending)
+        if end == "release":
+            reader.release("first")
+        else:
+            with pytest.raises(KeyboardInterrupt), reader._mark.changing(Call("fetch")):
+                raise KeyboardInterrupt
+            assert reader.recover().released == ("first",)
         with reader.claim(second := TextContext(range(12), 40, "second")):
             assert reader.maybe_reserve(second)
             held = reader.get_req_blocks("second")

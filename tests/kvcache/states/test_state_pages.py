@@ -445,6 +445,7 @@ def test_a_copy_is_idle_unless_a_lease_holds_it() -> None:
     states = states_of(SHAPE, 3)
     states.advance(torch.tensor([states.allocate("a")]), [8])
     states.keep("a", digest(1), 8, passing=False)
+    assert not any(states.bring_copy(digest(number), 8) for number in (1, 2)), "it is here, and no tier has the other"
     assert (states.num_held, states.pool.idle.count, states.num_kept) == (1, 1, 1)
     lease = states.held_copy(digest(1))
     lease.pool.hold(lease.pages)
