@@ -160,7 +160,9 @@ class LayerTables(NamedTuple):
     def most_pages(self, tokens: int, page_size: int, step_tokens: int = 1) -> int:
         """Returns the largest number of pages, summed over all tables, that a request holds.
 
-        The request has `tokens` tokens. A step runs at most `step_tokens` of them.
+        The request has `tokens` tokens. A step runs at most `step_tokens` of them. Each kind of layer is counted when
+        it has the most pages. With chunked attention, this is the end of a chunk, so a request that ends elsewhere may
+        hold fewer pages than the sum.
         """
         return sum(of.num_tables * of.group.most_pages(tokens, page_size, step_tokens) for of in self.groups)
 

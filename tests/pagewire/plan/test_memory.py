@@ -1,5 +1,6 @@
 """Pages, requests and ranks of five public models with known figures. Small models are compared with a real manager."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -132,8 +133,9 @@ def filled(manager: PagedKVCacheManager, length: int, step: int) -> int:
         firsts = [one.group.first_seen(start) // size for one in tables.tables]
         return sum(-(-last // size) - first for last, first in zip(lasts, firsts, strict=True))
 
-    # where a decoding request holds the most pages, and the length of the first chunk after which a chunk holds most
-    decodes_at = max(range(length - size, length), key=lambda at: held(at + 1, at, at + 1))
+    # Where a decoding request holds the most pages; with chunked attention, this may be long before its end. Then the
+    # length of the first chunk after which a chunk holds most.
+    decodes_at = max(range(1, length), key=lambda at: held(at + 1, at, at + 1))
     offset = max(
         range(1, min(step, length) + 1),
         key=lambda first: max(held(length, at, min(length, at + step)) for at in (0, *range(first, length, step))),
@@ -174,26 +176,66 @@ def prefilled(manager: PagedKVCacheManager, context: TextContext, offset: int, s
     return True
 
 
-@pytest.mark.parametrize("name", FILLED)
-def test_as_many_requests_fit_as_a_loop_gets_into_a_real_manager(name: str) -> None:
-    each, step = FILLED[name]
+def told_and_filled(
+    each: Sequence[AlikeLayers],
+    step: int,
+    page_size: int = 16,
+    lengths: Sequence[int] = (300, 1000, 2000),
+    memories: Sequence[int] = (3_000_000, 5_555_555, 12_345_678),
+) -> dict[tuple[int, int], tuple[int, int]]:
+    """Returns how many requests fit by the plan, and in a real manager, for several memories and each length."""
     model = small(*each)
     groups, first = list[LayerGroup](), 0
     for one in each:
         layers = tuple(range(first, first := first + one.layers))
-        groups.append(LayerGroup("window" if one.window else "full", layers, one.window))
+        kind = "chunked" if one.kind == "chunked" else "window" if one.window else "full"
+        groups.append(LayerGroup(kind, layers, one.window))
     windows = any(one.window for one in each)
-    params = KVCacheParams(torch.bfloat16, 2, 16, page_size=16, groups=tuple(groups) if windows else ())
+    params = KVCacheParams(torch.bfloat16, 2, 16, page_size=page_size, groups=tuple(groups) if windows else ())
     found = dict[tuple[int, int], tuple[int, int]]()
-    for memory in (3_000_000, 5_555_555, 12_345_678):
-        told = room(
-            choice(model, 1, 1, asked(memory, 16, step, (300, 1000, 2000))), "groups" if windows else "pagewire"
-        )
+    for memory in memories:
+        told = room(choice(model, 1, 1, asked(memory, page_size, step, lengths)), "groups" if windows else "pagewire")
         for length in told.requests:
-            manager = PagedKVCacheManager(params, 200, 4096, first, ["cpu"], available_cache_memory=memory)
+            manager = PagedKVCacheManager(params, 400, 4096, first, ["cpu"], available_cache_memory=memory)
             found[memory, length] = told.requests[length], filled(manager, length, step)
+            manager.close()
+    return found
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_as_many_requests_fit_as_a_loop_gets_into_a_real_manager(name: str) -> None:
+    found = told_and_filled(*FILLED[name])
     assert all(ours == real for ours, real in found.values()), found
     assert len({ours for ours, _ in found.values()}) > 4
+
+
+def chunked(layers: int, window: int) -> AlikeLayers:
+    return AlikeLayers("chunked", layers, heads=2, width=32, window=window)
+
+
+# The layers of small models, how many tokens a step runs, and the page size. The lengths 384 and 1,920 end with a chunk
+# of each of these models.
+CHUNKED = {
+    "as in Llama 4": ((chunked(6, 128), FULL), 256, 16),
+    "long steps": ((chunked(6, 384), FULL), 8192, 16),
+    "short steps": ((chunked(6, 128), FULL), 16, 16),
+    "alone": ((chunked(4, 192),), 100, 16),
+    "two lengths": ((chunked(4, 64), chunked(2, 384), FULL), 64, 16),
+    "beside a window": ((chunked(4, 128), AlikeLayers("window", 2, heads=2, width=32, window=100), FULL), 100, 16),
+    "pages larger than chunks": ((chunked(4, 16), FULL), 64, 32),
+    "pages that do not divide a chunk": ((chunked(4, 24), FULL), 64, 16),
+}
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_with_chunked_attention_at_least_as_many_requests_fit_as_planned(name: str) -> None:
+    """All kinds of layers hold the most pages at the end of a chunk. A request that ends elsewhere holds at most what
+    the plan counts, which takes each kind of layer at its own worst moment.
+    """
+    found = told_and_filled(*CHUNKED[name], (384, 1920), (1_111_111, 3_000_000))
+    assert all(ours == real for ours, real in found.values()), found
+    found = told_and_filled(*CHUNKED[name], (100, 500, 1000), (1_111_111, 3_000_000))
+    assert all(real * 0.7 - 1 <= ours <= real for ours, real in found.values()), found
 
 
 @pytest.mark.parametrize("tp", [1, 2])
