@@ -29,7 +29,7 @@ VALUES = {
     # the rest of this room looks at a manager from outside
     "kvcache.endpoints": {"addresses", "dialer", "families", "publisher", "reset", "sockets"},
     "transfer": {"errors", "failures", "memory", "spans", "stats"},
-    "scheduler_adapters": {"base", "errors", "interrupts", "loop", "overlapped"},
+    "scheduler_adapters": {"base", "checkpoints", "errors", "interrupts", "loop", "overlapped"},
     "pagewire": {"arguments", "distribution", "extras", "listening", "plots", "tables", "viewer"},
 }
 _MANAGER = {"kvcache values", "kvcache.replica", "kvcache"}
@@ -81,13 +81,13 @@ ROOMS: dict[str, set[str]] = {
         *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.service"),
     },
     "scheduler_adapters.sglang": {
-        *("kvcache values", "kvcache.endpoints values", "kvcache.pool", "kvcache.replica", "kvcache.watch"),
-        "kvcache.endpoints",
+        *("kvcache values", "kvcache.endpoints values", "kvcache.pool", "kvcache.replica", "kvcache.tiers"),
+        *("kvcache.endpoints", "kvcache.watch", "scheduler_adapters values"),
         *("transfer values", "transfer.wire", "transfer.pull", "transfer.connector", "scheduler_adapters.service"),
     },
     "scheduler_adapters.vllm": {
         *("kvcache values", "kvcache.endpoints values", "kvcache.pool", "kvcache.tiers"),
-        *("transfer values", "transfer.wire", "transfer.nixl", "transfer.connector"),
+        *("transfer values", "transfer.wire", "transfer.nixl", "transfer.connector", "scheduler_adapters values"),
     },
     "scheduler_adapters": set(),
     "pagewire values": {"scheduler_adapters values"},

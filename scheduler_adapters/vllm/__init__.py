@@ -1,7 +1,7 @@
 """Our transfer behind vLLM's connector interface. vLLM imports this package by name, and the package needs vLLM.
 
 Imports `kvcache.tiers`, `kvcache.pool`, `transfer.wire`, `transfer.nixl`, `transfer.connector` and the shared modules
-of `kvcache`, `kvcache.endpoints` and `transfer`. Start reading at `connector.py`; blocks in files begin at `tiers.py`.
+of `kvcache`, `kvcache.endpoints`, `transfer` and `scheduler_adapters`. Start reading at `connector.py` and `tiers.py`.
 """
 
 from scheduler_adapters.vllm.versions import VLLM, check_methods

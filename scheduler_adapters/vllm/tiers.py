@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 from vllm.config import get_current_vllm_config_or_none
-from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingSpec
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingManager, OffloadingSpec
 
 from kvcache.layout import pin_rows
 from kvcache.tiers.file_tier import FileTier
@@ -31,18 +31,19 @@ from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.object_tier import ObjectFormat, ObjectTier
 from kvcache.tiers.page_files import FileFormat, SystemIO
 from kvcache.tiers.page_folder import PageFolder, namespace_of
+from scheduler_adapters.checkpoints import digest_of_checkpoint
 from scheduler_adapters.vllm.backends import described_layer, layers_of
 from scheduler_adapters.vllm.shared_slots import SharedSlots, slots_path
 from scheduler_adapters.vllm.tier_manager import COUNTED, DIGEST_WORDS, TierManager, metric_of
 from scheduler_adapters.vllm.tier_worker import TierWorker, slot_bytes_of
 from scheduler_adapters.vllm.versions import VLLM
-from scheduler_adapters.vllm.weights import WeightsWatch, digest_of_checkpoint
+from scheduler_adapters.vllm.weights import WeightsWatch
 from transfer.errors import InvalidEngineError
 from transfer.nixl.object_io import NixlObjects
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingMetricMetadata, OffloadingWorker
+    from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingMetricMetadata, OffloadingWorker
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 _GB = 2**30
@@ -113,6 +114,10 @@ class PagewireTiers(OffloadingSpec):
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
+        if missing := [name for name in ("lock", "on_reset_flushed") if not hasattr(OffloadingManager, name)]:
+            raise InvalidEngineError(
+                f"this is vLLM {VLLM}: its OffloadingManager has no {', '.join(missing)}; PagewireTiers needs 0.33"
+            )
         super().__init__(config)
         self._options = read_tier_options(config.extra_config)
         self._manager: TierManager | None = None

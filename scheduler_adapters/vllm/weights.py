@@ -7,47 +7,17 @@ one name can have other weights at the two sides. Each hand-over therefore also 
 from __future__ import annotations
 
 import functools
-import hashlib
-import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from scheduler_adapters.checkpoints import digest_of_checkpoint, digest_of_files, files_in
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 _OF_ADAPTER = ("adapter_*", "new_embeddings.*")
-_OF_CHECKPOINT = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-_WHOLE_BYTES = 256 << 20
-"""A file of up to this size is read as a whole. `_PARTS` parts of `_PART_BYTES` are read of a larger one."""
-_PARTS, _PART_BYTES = 1024, 64 << 10
-
-
-def digest_of_files(files: Iterable[Path]) -> str:
-    """Returns a digest of the names and contents of files; empty if there are none."""
-    found, ordered = hashlib.blake2b(digest_size=16), sorted(files, key=lambda file: file.name)
-    for file in ordered:
-        with file.open("rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            found.update(f"{file.name}\0{size}\0".encode(errors="surrogateescape"))
-            whole = size <= _WHOLE_BYTES
-            for part in range(1 if whole else _PARTS):
-                opened.seek(part * (size - _PART_BYTES) // (_PARTS - 1) if part else 0)
-                found.update(opened.read(size if whole else _PART_BYTES))
-    return found.hexdigest() if ordered else ""
-
-
-def _files(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    return [file for pattern in patterns for file in folder.glob(pattern) if file.is_file()]
-
-
-def digest_of_checkpoint(path: str) -> str:
-    """Returns a digest of the files of a checkpoint; empty if `path` names none, or they cannot be read."""
-    try:
-        return digest_of_files([Path(path)] if Path(path).is_file() else _files(Path(path), _OF_CHECKPOINT))
-    except OSError:
-        return ""
 
 
 def named_adapter(lora: LoRARequest) -> tuple[str, str]:
@@ -62,7 +32,7 @@ def named_adapter(lora: LoRARequest) -> tuple[str, str]:
 def _changes(lora: LoRARequest) -> tuple[tuple[str, int, int], ...]:
     if not lora.load_inplace:
         return ()
-    files = _files(_folder(lora.lora_path), _OF_ADAPTER)
+    files = files_in(_folder(lora.lora_path), _OF_ADAPTER)
     return tuple(sorted((file.name, (at := file.stat()).st_mtime_ns, at.st_size) for file in files))
 
 
@@ -76,7 +46,7 @@ def _folder(path: str) -> Path:
 def _digest_of_adapter(lora_int_id: int, path: str, changes: tuple[tuple[str, int, int], ...]) -> str:
     del lora_int_id, changes  # vLLM gives each adapter that it loads a new id
     try:
-        found = digest_of_files(_files(_folder(path), _OF_ADAPTER))
+        found = digest_of_files(files_in(_folder(path), _OF_ADAPTER))
     except OSError:
         found = ""
     return f"files {found}" if found else f"unreadable files of {path}"

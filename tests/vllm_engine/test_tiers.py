@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, OffloadingManager, ReqContext, make_offload_key
 
 from kvcache.tiers import file_tier
 from scheduler_adapters.vllm import shared_slots, tier_manager, tiers
@@ -491,6 +491,13 @@ def test_an_option_that_does_not_fit_is_named(given: dict[str, Any], named: str)
         "host_kvcache_swap_space_gb": 1}  # fmt: skip
     with pytest.raises(InvalidEngineError, match=named):
         read_tier_options(SPEC | size | given)
+
+
+def test_a_version_that_does_not_guard_the_manager_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older versions of vLLM never enter the manager's lock, so our thread would race with their scheduler."""
+    monkeypatch.delattr(OffloadingManager, "lock")
+    with pytest.raises(InvalidEngineError, match="has no lock"):
+        make("kv_both", shape_of(None))
 
 
 def test_too_little_shared_memory_is_refused_at_the_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from scheduler_adapters.vllm import weights
-from scheduler_adapters.vllm.weights import LoadedWeights, digest_of_files, named_adapter
+from scheduler_adapters import checkpoints
+from scheduler_adapters.checkpoints import digest_of_files
+from scheduler_adapters.vllm.weights import LoadedWeights, named_adapter
 from tests.vllm_engine.engine import Engine, Shape, expected_tokens, make_request, run_until
 from tests.vllm_engine.test_engine import PREFILL, PROMPT, assert_empty, prefilled
 
@@ -37,8 +38,8 @@ def test_a_digest_tells_files_by_name_size_and_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: int
 ) -> None:
     """Only parts of a large file are read: its beginning, its end, and others in between."""
-    monkeypatch.setattr(weights, "_WHOLE_BYTES", whole)
-    monkeypatch.setattr(weights, "_PART_BYTES", 8)
+    monkeypatch.setattr(checkpoints, "_WHOLE_BYTES", whole)
+    monkeypatch.setattr(checkpoints, "_PART_BYTES", 8)
     content = bytes(range(256)) * 64
     names = ("a.bin", "b.bin")
 
