@@ -24,6 +24,7 @@ from kvcache import (
     StepInFlight,
     TextContext,
 )
+from kvcache.replica.context import read_context
 from kvcache.replica.copier import ImportBook
 from kvcache.replica.leases import PageLeases
 from kvcache.replica.replica import Replica
@@ -521,8 +522,9 @@ def test_a_token_that_a_step_in_flight_computes_is_not_lost() -> None:
     assert manager.maybe_reserve(context)
     step = manager.fetch_ahead([context])
     context.update_with_future_token()
-    manager._mark.call = Call("next")  # it was interrupted
+    manager._mark.call, manager._mark.context = Call("next"), read_context(context)  # it was interrupted
     assert manager.recover().steps == (step,)
+    assert manager._mark.context is None
     manager.end_step(step)
     context.realize_future_token(5)
     manager.external_claim("r", 0)

@@ -253,6 +253,33 @@ def test_an_open_import_keeps_its_pages_through_a_recovery_until_it_is_cancelled
     assert target.num_free_blocks == 16
 
 
+def test_a_recovery_from_an_interrupted_import_cancels_no_other_import(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stops(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    _, table = prefilled(make)
+    target = make(20, page_size=4)
+    known = [target.import_block_table(receiver(target, name=name), table) for name in ("open", "cancelled")]
+    copier = target.copier(known[1])
+    target.cancel_import(known[1])
+    last = receiver(target)
+    with monkeypatch.context() as patched:
+        patched.setattr(target._claims, "bind", stops)
+        with pytest.raises(KeyboardInterrupt):
+            target.import_block_table(last, table)
+    assert target.num_free_blocks == 5
+    recovered = target.recover()
+    assert (recovered.call, recovered.imports) == ("import_block_table", tuple(known))
+    assert [pending.closed for pending in known] == [False, True]
+    assert target.num_free_blocks == 10
+    target.cancel_import(known[0])
+    copier.give_up()
+    assert target.num_free_blocks == 20
+    target.check()
+
+
 def test_a_copier_that_is_interrupted_when_it_ends_is_over_and_its_pages_are_free(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
