@@ -77,6 +77,10 @@ def test_a_row_keeps_the_columns_that_its_next_query_sees(
     assert int(kept.num_kept(first, end)) == len(mine)
     for start in range(end + 1):
         assert as_rows(kept.kept(first, end, start)).tolist() == [column for column in mine if column >= start]
+    for moved in range(end + 1):
+        kept.firsts[0] = moved
+        gone = {*range(int(kept.leave_from(0)), moved)}
+        assert kept.lacks(np.array([0]), np.array([query])).item() == bool(gone & needed)
     left = range(int(kept.leave_from(0)), first)
     assert not {*left} & {*mine}, "a page leaves the row, and stays"
     assert {*left} | {*mine} == {*range(end)}, "a page neither leaves nor stays"
@@ -158,3 +162,39 @@ def test_a_draft_page_is_found_only_with_the_next_page(both: int) -> None:
             manager.maybe_reserve(other)
             found.append(other.start_idx)
     assert found == ([4, 8, 12] if both else [8, 12, 16])
+
+
+def test_a_draft_beside_windows_names_no_prefix_by_its_own_pages() -> None:
+    """The draft's table is the first one here. Its pages have the digests of next pages, so it stands for no prefix."""
+    groups = LayerGroup("window", (0,), 6), DraftGroup((1,))
+    params = KVCacheParams(torch.float16, 1, 8, page_size=4, groups=groups, enable_prefix_caching=True)
+    manager = PagedKVCacheManager(params, 4, 64, 2, ["cpu"], available_cache_memory=1 << 20)
+    first, second = (TextContext([*range(22)], 64, name) for name in ("first", "second"))
+    for one in (first, second):
+        with manager.claim(one):
+            manager.maybe_reserve(one)
+            assert one.start_idx == (0 if one is first else 16)
+            manager.fetch([one])
+            one.update(1)
+            manager.step([one])
+            table = manager.block_table(one.request_id)
+            assert table.digests == manager.contents.digests(one).digests
+            assert table.kinds == ("draft", "window 6")
+
+
+def test_the_first_page_of_a_row_publishes_no_draft_page_of_the_row_before() -> None:
+    groups = LayerGroup("full", (0,)), DraftGroup((1,))
+    params = KVCacheParams(torch.float16, 1, 8, page_size=4, groups=groups, enable_prefix_caching=True)
+    manager = PagedKVCacheManager(params, 4, 16, 2, ["cpu"], available_cache_memory=1 << 20)
+    published: list[int] = []
+    for name, length in (("whole row", 15), ("one page", 4)):
+        one = TextContext([length, *range(length - 1)], 16, name)
+        manager.external_claim(name)
+        manager.maybe_reserve(one)
+        manager.fetch([one])
+        one.update(1)
+        manager.step([one])
+        if length == 15:  # the token that fills the last column
+            manager.maybe_reserve(one)
+        published.append(int(np.count_nonzero(manager._replicas.each[0].pool.index.published)))
+    assert published == [3 + 2, 3 + 2 + 1]
