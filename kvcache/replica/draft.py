@@ -26,7 +26,8 @@ class DraftGroup(LayerGroup):
     """Layers with full attention that run one token behind the main model.
 
     The KV at the last known token of a request is provisional, because the next token is not known yet: the draft model
-    computes it again in the next step, at every manager that holds the request.
+    computes it again in the next step, at every manager that holds the request. Therefore a fork has its own page for
+    this token, and the next step of the request begins with the token after it, even if later pages are cached.
 
     Examples:
         >>> DraftGroup(layers=(32,)).name

@@ -359,7 +359,7 @@ def extend_import(
             f"{context.end_idx - 1}, has no {lost[1]}: cancel it and import this table anew",
         )
     if seen is not pending.parts:
-        _give_back_unseen(replica, row, pending, seen)
+        _give_back_unseen(replica, row, pending, seen, start)
     pending.hasher = hasher
     pending.take_up(table, named, last=last)
     return seen[0].copy_from(max(before, seen[0].first), pending.page_size, pending.src_page_size)
@@ -379,15 +379,15 @@ def _seen_parts(replica: Replica, pending: PendingImport, start: int) -> list[Im
     return parts
 
 
-def _give_back_unseen(replica: Replica, row: int, pending: PendingImport, seen: list[ImportPart]) -> None:
-    """Limit the import to its parts `seen`. The row gives back the pages before these parts."""
+def _give_back_unseen(replica: Replica, row: int, pending: PendingImport, seen: list[ImportPart], start: int) -> None:
+    """Limit the import to its parts `seen`. The row gives back the pages that a query at token `start` does not see."""
     rows, pool, left = replica.rows, replica.pool, list[Pages]()
     replica.tier.arrive(np.array([row]))
     every, pending.parts = pending.parts, seen
     for kept in replica.tables.groups:
         at: int = kept.tables.start
         if seen[at] is not every[at]:
-            left.append(kept.give_back(row, seen[at].first // rows.page_size))
+            left.append(kept.give_back(row, kept.seen(start)))
     given = [np.setdiff1d(one.written, kept.written) for one, kept in zip(every, seen, strict=True)]
     pages = np.concatenate([_NO_PAGES, *left])
     rows.changed[row] = True

@@ -150,6 +150,14 @@ class KeptPages:
         """Returns the columns from `start` on that a query at the first token of column `end` sees."""
         return self.kept(min(end, self.seen(end * self._page_size)), end, start)
 
+    def shared(self, computed: int) -> int:
+        """Returns how many columns, from the first on, a fork after `computed` tokens shares with its parent.
+
+        Both write to the page of their next token. If the next token decides the KV before it, too, both compute the KV
+        of the last token again.
+        """
+        return (computed - self.ahead) // self._page_size
+
     def named_columns(self, row: int, tokens: int, *, windows: bool, start: int = 0) -> ColumnSet:
         """Returns the columns from `start` on whose pages `named` returns."""
         end = -(-tokens // self._page_size)

@@ -227,7 +227,7 @@ class Replica:
         """
         first, tokens = 0 if row is None else self.rows.committed.item(row), context.tokens
         last = (len(tokens) - 1) // self.page_size
-        if not self.caching or last <= first or row in self.rows.private:
+        if not self.caching or last <= first or row in self.rows.private or self._ends_provisionally(row, first):
             return self.tables.nothing(first)
         hasher, index = hasher or self.hasher(row, context), self.pool.index
         kept = hasher.matches.get(index)
@@ -317,18 +317,18 @@ class Replica:
         computed = self.rows.cached.item(parent)
         self.tables.refuse_fork(parent, computed)
         needed = -(-self.length_of(child, num_steps, computed) // self.page_size)
-        new = (needed - computed // self.page_size) * self.tables.count
+        new = self.tables.new_of_fork(computed, needed)
         return needed if new + self.pool.beside <= self.pool.free_count else None
 
     def fork(self, parent: int, row: int, end: int) -> list[tuple[int, int]]:
         """Let `row` share the computed pages of row `parent`. `end` is the number of columns that `plan_fork` returned.
 
-        Returns a pair for each partly filled page of the parent: the page, and the page to copy it to. The caller must
-        make the copy now instead of at the next write, because both requests write to this page in their next step.
+        Returns a pair for each page to which both requests write in their next step: the parent's page, and the page to
+        copy it to. The caller must make the copy now instead of at the next write.
         """
         rows, computed = self.rows, self.rows.cached.item(parent)
         full = computed // self.page_size
-        copies = self.tables.fork(parent, row, full, end)
+        copies = self.tables.fork(parent, row, computed, end)
         if parent in rows.private:
             rows.private.add(row)
         rows.commit(row, min(full, rows.committed.item(parent)))
@@ -336,7 +336,7 @@ class Replica:
         self._named[row] = self._named[parent]
         self.counter.ran_elsewhere(row, computed)
         self.kept.fork(parent, row)
-        return copies if computed % self.page_size else []
+        return copies
 
     def grant(self, lease: PageLease, row: int) -> None:
         """Open a lease of the request in this row. If the request cannot be leased now, raises and changes nothing."""
@@ -570,6 +570,17 @@ class Replica:
         raise NotReservedError(f"{text}, but its reserved pages hold {room[at]}: call maybe_reserve first")
 
     # ---- inside
+
+    def _ends_provisionally(self, row: int | None, pages: int) -> bool:
+        """Whether the KV of the last token of the row's first `pages` pages must be computed again in the next step.
+
+        This token was the last one that its request knew when it was computed. If the request resumed from a later
+        token, a draft model would keep the KV there that belongs to no next token, or to that of a fork's parent.
+        """
+        if row is None or not pages or not self.tables.ahead:
+            return False
+        computed = self.rows.cached.item(row)
+        return computed == pages * self.page_size and computed >= self.rows.prompt.item(row)
 
     def _plan(self, row: int, context: SafeContext, indices: ContextIndices, length: int, start: int) -> Reservation:
         """Looks up cached pages. Returns the reservation that gives the row pages for `length` tokens.

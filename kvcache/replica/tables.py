@@ -75,7 +75,7 @@ class RowTables:
         self.kinds, self.kinds_named = tables.kinds, tables.kinds_named
         self.groups = tuple(kept_pages(of, number, rows) for number, of in enumerate(tables.groups))
         # the groups whose pages are named by the digests of later pages
-        self._ahead = [kept for kept in self.groups if kept.ahead]
+        self.ahead = [kept for kept in self.groups if kept.ahead]
         # Whether the first table keeps the pages of all tokens, under these tokens' digests. If so, no other table has
         # pages that it lacks.
         self.keeps_prefix = self.groups[0].group.keeps_all and not self.groups[0].ahead
@@ -137,7 +137,7 @@ class RowTables:
 
     def every(self, digests: Digests) -> Digests:
         """Returns the name of each page in each table, `[tables, pages, words]`, from the tokens' `digests`."""
-        if not self._ahead:
+        if not self.ahead:
             return digests ^ self._mixed
         return np.concatenate([self._names(kept, digests) for kept in self.groups])
 
@@ -344,21 +344,31 @@ class RowTables:
             tell(own[: len(first)], before)
         return own, names, shared
 
-    def fork(self, parent: int, row: int, full: int, end: int) -> list[tuple[int, int]]:
-        """Let `row` share the first `full` pages of row `parent`, and allocate pages for its columns `full` to `end`.
+    def new_of_fork(self, computed: int, end: int) -> int:
+        """Returns the number of pages to allocate for a fork after `computed` tokens with `end` columns."""
+        return sum(kept.num_tables * (end - kept.shared(computed)) for kept in self.groups)
 
-        Returns a pair for each table: the parent's page in column `full`, and the page of `row` in that column. The
-        caller must copy the parent's page to the page of `row`.
+    def fork(self, parent: int, row: int, computed: int, end: int) -> list[tuple[int, int]]:
+        """Let `row` share the pages of row `parent` that neither writes again, and allocate its other columns to `end`.
+
+        `computed` is the number of the parent's computed tokens. Returns a pair for each page that is not shared: the
+        parent's page, and the page of `row`. The caller must copy the parent's page to the page of `row`.
         """
-        rows, table = self.rows, self.rows.table
-        shared = table[:, parent, :full]
-        self.pool.hold(shared[shared != NO_PAGE])
-        table[:, row, :full] = shared
-        table[:, row, full:end] = self.pool.allocate(self.count * (end - full)).reshape(self.count, -1)
+        rows, pool, copies = self.rows, self.pool, list[tuple[int, int]]()
+        shared = [kept.table[:, parent, : kept.shared(computed)] for kept in self.groups]
+        pool.hold(np.concatenate([pages[pages != NO_PAGE] for pages in shared]))
+        new = pool.allocate(self.new_of_fork(computed, end))
+        for kept, pages in zip(self.groups, shared, strict=True):
+            first = pages.shape[1]
+            count = kept.num_tables * (end - first)
+            kept.table[:, row, :first] = pages
+            kept.table[:, row, first:end], new = new[:count].reshape(kept.num_tables, -1), new[count:]
+            if first * self._page_size < computed:
+                copies += zip(kept.table[:, parent, first].tolist(), kept.table[:, row, first].tolist(), strict=True)
         rows.firsts[:, row], rows.ends[:, row] = rows.firsts[:, parent], end
         rows.changed[row] = True
         rows.measure(row)
-        return [*zip(table[:, parent, full].tolist(), table[:, row, full].tolist(), strict=True)]
+        return copies
 
     # ---- the pages of rows
 
@@ -478,14 +488,14 @@ class RowTables:
         """
         where = self.rows.places(rows, columns)
         own = self.rows.entries[where]
-        for kept in self._ahead:  # these digests name the pages before
+        for kept in self.ahead:  # these digests name the pages before
             where[kept.tables] -= kept.ahead
             own[kept.tables] = np.where(columns < kept.ahead, NO_PAGE, self.rows.entries[where[kept.tables]])
         at = own.astype(INDEX)
         self._numbers[at] = self._own_numbers
         # Pages that are published already came from a lookup.
         new: Ints = ((own != NO_PAGE) & ~self.pool.index.published[at]).ravel().nonzero()[0]
-        if self._ahead:  # forks may share a page that none of them has published yet, and fill different next pages
+        if self.ahead:  # forks may share a page that none of them has published yet, and fill different next pages
             new = np.sort(new[np.unique(own.ravel()[new], return_index=True)[1]])
         names: Digests = (digests ^ self._mixed).reshape(-1, digests.shape[1]).take(new, axis=0)
         return where.ravel()[new], own.ravel()[new], names

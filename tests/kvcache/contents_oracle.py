@@ -446,7 +446,11 @@ class Engine:
             return
         parent = self.random.choice([one for one in parents if one in self.running] or self.running)
         self.made += 1
-        child = Request(parent.context.fork(f"{self.name}-{self.made}"), parent.weights, [])
+        twin, computed = parent.context.fork(f"{self.name}-{self.made}"), parent.context.computed_idx
+        if computed and self.random.random() < 0.5:  # another sample, or a longer answer that others may have computed
+            tokens = [*twin.tokens[:computed].tolist(), *[self.random.randrange(4)] * self.random.randrange(1, 9)]
+            twin = TextContext(tokens, 90, twin.request_id, cache_salt=twin.cache_salt)
+        child = Request(twin, parent.weights, [])
         try:
             done = self.manager.fork(parent.context, child.context)
         except KVCacheError:

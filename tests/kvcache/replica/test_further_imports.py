@@ -17,6 +17,7 @@ from kvcache import (
     LayerGroup,
     PagedKVCacheManager,
     PromptTooLongError,
+    SinkGroup,
     TextContext,
 )
 from kvcache.replica import imports
@@ -237,6 +238,8 @@ def test_chunks_are_copied_as_they_come_and_windows_at_the_end() -> None:
         (LayerGroup("full", (0,)), LayerGroup("chunked", (1,), 7)),
         (LayerGroup("window", (0,), 6), LayerGroup("chunked", (1,), 8)),
         (LayerGroup("chunked", (0,), 4), LayerGroup("chunked", (1,), 4)),
+        (LayerGroup("full", (0,)), SinkGroup((1,), window=3, sinks=2)),
+        (SinkGroup((0,), window=1, sinks=5), LayerGroup("window", (1,), 4)),
     ],
 )
 def test_the_last_table_of_a_growing_import_may_leave_out_the_last_known_token_or_have_it(

@@ -25,6 +25,7 @@ from kvcache.layer_groups import layer_tables
 from kvcache.replica.kept_pages import KeptPages, ranges_of
 from kvcache.replica.kinds import KINDS, kept_pages
 from kvcache.replica.rows import AllRows, BlockRows, as_rows
+from tests.kvcache.build import manager_of, proven
 
 LONGEST = 60
 
@@ -198,3 +199,67 @@ def test_the_first_page_of_a_row_publishes_no_draft_page_of_the_row_before() -> 
             manager.maybe_reserve(one)
         published.append(int(np.count_nonzero(manager._replicas.each[0].pool.index.published)))
     assert published == [3 + 2, 3 + 2 + 1]
+
+
+def drafting(pages: int = 64) -> PagedKVCacheManager:
+    return manager_of(pages, layers=2, params={"groups": (LayerGroup("full", (0,)), DraftGroup((1,)))})
+
+
+def run(manager: PagedKVCacheManager, context: TextContext) -> int:
+    """Returns the token from which the request ran."""
+    assert manager.maybe_reserve(context)
+    start = context.start_idx
+    manager.fetch([context])
+    context.update(1)
+    manager.step([context])
+    return start
+
+
+def test_a_fork_does_not_write_the_draft_page_of_its_parent() -> None:
+    """After full pages, both compute the draft KV of the last token again, each with its own next token."""
+    manager = drafting()
+    parent = TextContext(range(8), 64, "parent")
+    manager.external_claim("parent")
+    run(manager, parent)
+    pages = manager.device_tensors[0][0]
+    pages.copy_(torch.rand(pages.shape))
+    child = TextContext([*range(8), 9], 64, "child")
+    assert manager.fork(parent, child)
+    parents, childs = (manager.block_table(one).groups for one in ("parent", "child"))
+    assert childs[0] == parents[0]
+    assert [one == other for one, other in zip(childs[1], parents[1], strict=True)] == [True, False]
+    assert torch.equal(pages[childs[1][1]], pages[parents[1][1]])
+
+
+@pytest.mark.parametrize("free", [2, 3])
+def test_a_fork_needs_a_page_for_the_draft_kv_that_it_computes_again(free: int) -> None:
+    manager = drafting(4 + free)
+    parent = TextContext(range(8), 64, "parent")
+    manager.external_claim("parent")
+    run(manager, parent)
+    assert manager.num_free_blocks == free
+    assert manager.fork(parent, parent.fork("child")) == (free == 3)
+    assert manager.num_free_blocks == free - 3 * (free == 3)
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_request_whose_draft_kv_must_be_computed_again_resumes_at_no_later_token(*, forks: bool) -> None:
+    """The source knew no token after its full pages. A hit after them would keep the draft KV of another next token."""
+    manager, source = drafting(), drafting()
+    first, goes_on = TextContext(range(8), 64, "first"), TextContext(range(30), 64, "goes on")
+    other = TextContext(range(30), 64, "other")
+    of = manager if forks else source
+    of.external_claim("first")
+    run(of, first)
+    if not forks:
+        manager.external_claim("goes on")
+        pending = manager.import_block_table(goes_on, source.block_table("first"))
+        assert pending is not None
+        manager.commit_import(goes_on, pending, proven(manager, pending))
+    with manager.claim(other):
+        run(manager, other)
+    if forks:
+        assert manager.fork(first, goes_on)
+    goes_on.set_token_indices(active_idx=10)
+    assert run(manager, goes_on) == 8
+    assert run(manager, goes_on) == 24, "now the next token is known"
