@@ -260,7 +260,7 @@ class KeptPages:
         pages = self.table[:, row, before:first].T.flatten()
         self.table[:, row, before:first] = NO_PAGE
         self.firsts[row] = first
-        return pages[pages != NO_PAGE]
+        return pages
 
     def wrong(self, columns: Ints) -> tuple[int, int] | None:
         """Returns a row and a column whose page contradicts `firsts` and `ends`; None if none does."""

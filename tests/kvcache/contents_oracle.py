@@ -31,6 +31,7 @@ from kvcache import (
     ImportProof,
     KVCacheError,
     LayerGroup,
+    PageCopy,
     PagedKVCacheManager,
     PageLease,
     PendingImport,
@@ -573,10 +574,17 @@ class HandOver:
 
     def copied(self, pending: PendingImport) -> ImportProof:
         """Copy all pages of the import as they lie at the source now."""
+        copier = self.reader.manager.copier(pending)
+        self.copy(pending, copier.take())
+        return copier.prove()
+
+    def copy(self, pending: PendingImport, copies: Sequence[PageCopy]) -> None:
+        """Copy these pages as they lie at the source now."""
         reader = self.reader
-        copier = reader.manager.copier(pending)
-        for part, copy in zip(pending.parts, copier.take(), strict=True):
+        for part, copy in zip(pending.parts, copies, strict=True):
             sources, targets = np.array(copy.src_pages), np.array(copy.dst_pages)
+            if not (sources.all() and targets.all()):
+                raise WrongContentError(f"{self.request.name}: an import copies the null page")
             if isinstance(part, StateImportPart):
                 if len(sources):
                     ours = reader.manager.states[pending.replica_idx]
@@ -596,7 +604,6 @@ class HandOver:
                 for pages, size in ((targets, reader.page), (sources, self.source.page))
             )
             ours[here, :, :, to] = theirs[there, :, :, of]
-        return copier.prove()
 
 
 class Pair:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.kvcache.contents_oracle import KINDS, Pair
+from kvcache import BlockTable, BlockTableMismatchError, TextContext
+from tests.kvcache.contents_oracle import KINDS, Engine, HandOver, Pair, Request
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -19,3 +22,68 @@ def test_each_request_sees_only_its_own_kv(kind: str, tmp_path: Path) -> None:
     if "states" not in KINDS[kind]:
         events.append("steps in flight")
     assert min(reached[event] for event in events) > 0, reached
+
+
+def tables_of(source: Engine, request: Request, length: int) -> Iterator[tuple[BlockTable, bool]]:
+    """Run a claimed prompt in chunks. Yields the table after each chunk, and whether it is the last one."""
+    context = request.context
+    while context.end_idx == length:
+        source.chunk(request)
+        assert source.manager.reserve_batch([context]).all()
+        source.run(source.runs_of([request]), source.manager.fetch([context]))
+        context.update(9)
+        source.manager.step([context])
+        last = context.end_idx > length
+        table = source.manager.block_table(request.name, full_pages=not last)
+        if table.num_tokens:
+            yield table, last
+
+
+def handed_over(source: Engine, reader: Engine, request: Request, theirs: Request, length: int) -> int:
+    """Let the reader import each table while the source runs the next chunk. Returns how many tables it took."""
+    hand, pending, copier, count = None, None, None, 0
+    for table, last in tables_of(source, request, length):
+        if hand is None or pending is None or copier is None:
+            hand = HandOver(source, reader, request, table)
+            pending = reader.manager.import_block_table(theirs.context, table, partial=not last)
+            assert pending is not None
+            copier = reader.manager.copier(pending)
+        else:
+            reader.manager.extend_import(theirs.context, pending, table, last=last)
+        hand.copy(pending, copier.take(last=last))
+        reader.manager.check()
+        count += 1
+        if last:
+            reader.manager.commit_import(theirs.context, pending, copier.prove())
+            theirs.drafted = table.num_tokens
+    return count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_that_is_handed_over_chunk_by_chunk_arrives_whole(kind: str) -> None:
+    """The reader begins with the table of the first chunk, and the source goes on in the meantime."""
+    tables = Counter[int]()
+    for seed in range(24):
+        pair = Pair(kind, seed)
+        source, reader = pair.engines
+        for number in range(4):
+            length = pair.random.randrange(2, 60)
+            prompt = [(number % 2 * 31 + place * 7) % 251 for place in range(length)]
+            request = Request(TextContext(prompt, 90, f"r{number}"), 0)
+            theirs = Request(TextContext([*prompt, 9], 90, f"d{number}"), 0)
+            assert source.claim(request)
+            lease = source.manager.lease(request.name)
+            reader.manager.external_claim(theirs.name, pair.random.randrange(reader.sizes.replicas))
+            with suppress(BlockTableMismatchError):  # pages of some other sizes
+                tables[handed_over(source, reader, request, theirs, length)] += 1
+                reader.running.append(theirs)
+            for _ in range(6):
+                if theirs in reader.running:
+                    reader.step()
+            for one in [*reader.running]:
+                reader.leave(one)
+            source.leave(request)
+            source.manager.end_lease(lease)
+            for manager in (source.manager, reader.manager):
+                manager.check()
+    assert sum(tables[count] for count in range(2, 60)) > 20, tables

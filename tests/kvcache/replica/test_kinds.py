@@ -5,6 +5,7 @@ The columns of each kind are compared with what each query sees, token by token.
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache import (
+    BlockTableMismatchError,
     DraftGroup,
     InvalidParamsError,
     KVCacheParams,
@@ -263,3 +265,33 @@ def test_a_request_whose_draft_kv_must_be_computed_again_resumes_at_no_later_tok
     goes_on.set_token_indices(active_idx=10)
     assert run(manager, goes_on) == 8
     assert run(manager, goes_on) == 24, "now the next token is known"
+
+
+@pytest.mark.parametrize(
+    ("page_size", "named", "reason"),
+    [
+        (4, slice(0, 1), "names 1 pages of sinks 6 window 5, which has 2 pages of sinks"),
+        (4, slice(0, 2), "names pages of sinks 6 window 5 from token 24 on; those from token 16 on are needed"),
+        (8, slice(None), "has pages of 4 tokens; layers with attention sinks are imported only in pages of 8"),
+    ],
+)
+def test_a_table_without_all_sinks_and_the_window_is_refused(page_size: int, named: slice, reason: str) -> None:
+    def made(size: int) -> PagedKVCacheManager:
+        groups = (SinkGroup((0,), window=5, sinks=6),)
+        params = KVCacheParams(torch.float16, 1, 8, page_size=size, groups=groups, enable_prefix_caching=True)
+        return PagedKVCacheManager(params, 4, 64, 1, ["cpu"], available_cache_memory=1 << 20)
+
+    source, reader = made(4), made(page_size)
+    prompt, theirs = TextContext(range(23), 64, "r"), TextContext(range(24), 64, "r")
+    source.external_claim("r")
+    assert source.maybe_reserve(prompt)
+    source.fetch([prompt])
+    prompt.update(23)
+    source.step([prompt])
+    table = source.block_table("r")
+    assert [len(pages) for pages in table.groups] == [4]  # of six pages
+    reader.external_claim("r")
+    with pytest.raises(BlockTableMismatchError, match=reason):
+        reader.import_block_table(theirs, msgspec.structs.replace(table, groups=(table.groups[0][named],)))
+    reader.check()
+    assert reader.num_held_blocks == 0
