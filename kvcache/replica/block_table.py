@@ -98,8 +98,8 @@ class ImportPart:
     # The ids of this manager's pages, beginning with the page of token `first`. The transfer owns these pages until the
     # import is closed.
     dst_pages: Pages
-    # True for layers with a window. The pages of these layers are copied only at the end, because the source may free
-    # pages while the prompt runs.
+    # Whether the pages are copied only at the end. True for layers with a window, because the source may free pages
+    # while the prompt runs, and for draft layers, because the source may compute the KV of its last token again.
     at_end: bool = False
     # The ids of the other manager's pages. Like `dst_pages`, they begin with the page of token `first`.
     src_pages: Pages = field(default_factory=lambda: np.zeros(0, np.int32))

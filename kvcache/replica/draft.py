@@ -18,7 +18,8 @@ import numpy as np
 
 from kvcache.layer_groups import LayerGroup
 from kvcache.pool.index import Digests
-from kvcache.replica.kept_pages import KeptPages
+from kvcache.replica.block_table import BlockTable, ImportPart, PageCopy
+from kvcache.replica.kept_pages import ColumnSpan, KeptPages
 
 
 @dataclass(frozen=True, init=False)
@@ -48,6 +49,22 @@ class KeptDraft(KeptPages):
 
     ahead = 1
 
+    def parts(self, row: int, span: ColumnSpan, end: int) -> list[ImportPart]:
+        return [DraftImportPart(part.first, part.dst_pages, at_end=True) for part in super().parts(row, span, end)]
+
     def names(self, digests: Digests) -> Digests:
         # The digest of the page after the last one is not known. No page has the digest 0.
         return np.concatenate((digests[1:], np.zeros_like(digests[:1])))
+
+
+class DraftImportPart(ImportPart):
+    """The part of an import for a table of draft layers.
+
+    It is copied at the end, from the first source alone. In a table that covers fewer tokens than the import, the KV of
+    the last token may belong to another next token.
+    """
+
+    __slots__ = ()
+
+    def copy_of(self, table: BlockTable, pages: tuple[int, ...], pending: object) -> PageCopy:  # noqa: ARG002 - as above
+        return PageCopy((), (), (0, 0))

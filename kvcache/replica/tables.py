@@ -426,7 +426,8 @@ class RowTables:
         Pages that are named by later pages are left out, because they are published later, or not at all.
         """
         end = self.rows.committed.item(row)
-        mine = np.concatenate([kept.table[:, row, :end].ravel() for kept in self.groups if not kept.ahead])
+        named = [kept.table[:, row, :end].ravel() for kept in self.groups if not kept.ahead]
+        mine = np.concatenate([_NO_PAGES, *named])
         return mine[mine != NO_PAGE]
 
     def lost(self, rows: Rows, starts: Ints) -> tuple[int, str] | None:

@@ -295,3 +295,62 @@ def test_a_table_without_all_sinks_and_the_window_is_refused(page_size: int, nam
         reader.import_block_table(theirs, msgspec.structs.replace(table, groups=(table.groups[0][named],)))
     reader.check()
     assert reader.num_held_blocks == 0
+
+
+def test_a_model_of_draft_layers_alone_is_checked() -> None:
+    """Its rows have published pages, but none that are named by their own tokens."""
+    manager = manager_of(layers=1, params={"groups": (DraftGroup((0,)),)})
+    for name, start in (("first", 0), ("second", 12)):
+        context = TextContext(range(20), 64, name)
+        with manager.claim(context):
+            assert run(manager, context) == start
+            manager.check()
+
+
+def test_an_import_copies_no_draft_kv_that_its_source_computes_again() -> None:
+    """The token after a table is not known when the table is made. The next step decides the KV of the last token."""
+    source, reader = drafting(), drafting()
+    theirs, ours = source.device_tensors[0][0], reader.device_tensors[0][0]
+    prompt = TextContext(range(16), 64, "prompt")
+    source.external_claim("prompt")
+    lease = source.lease("prompt")
+    run(source, prompt)
+    goes_on = TextContext([*range(16), 1], 64, "goes on")
+    reader.external_claim("goes on")
+    pending = reader.import_block_table(goes_on, source.block_table("prompt", full_pages=True), partial=True)
+    assert pending is not None
+    copier = reader.copier(pending)
+
+    def copy(*, last: bool) -> None:
+        for dst, src, (token, stop) in copier.take(last=last):
+            for position in range(token, stop):
+                pages = np.asarray(dst)[position // 4 - token // 4], np.asarray(src)[position // 4 - token // 4]
+                ours[pages[0], :, :, position % 4] = theirs[pages[1], :, :, position % 4]
+
+    theirs.fill_(1)
+    copy(last=False)
+    run(source, prompt)
+    theirs[source.block_table("prompt").groups[1][3], :, :, 3] = 2  # the step computes the draft KV of token 15 again
+    goes_on.update(1)
+    reader.extend_import(goes_on, pending, source.block_table("prompt"), last=True)
+    copy(last=True)
+    reader.commit_import(goes_on, pending, copier.prove())
+    assert ours[reader.block_table("goes on").groups[1][3], 0, 0, :, 0, 0].tolist() == [1, 1, 1, 2]
+    source.end_lease(lease)
+
+
+def test_an_import_copies_no_draft_kv_from_a_manager_whose_request_goes_on_otherwise() -> None:
+    source, other, reader = drafting(), drafting(), drafting()
+    for manager, length in ((source, 16), (other, 8)):
+        manager.external_claim("prompt")
+        run(manager, TextContext(range(length), 64, "prompt"))
+    context = TextContext(range(17), 64, "reader")
+    reader.external_claim("reader")
+    tables = source.block_table("prompt"), other.block_table("prompt")
+    pending = reader.import_block_table(context, tables[0], others=tables[1:])
+    assert pending is not None
+    copier = reader.copier(pending)
+    copier.take()
+    (_, (of_full, of_draft)), *_ = copier.from_others()
+    assert of_full.tokens == (0, 8)
+    assert of_draft.tokens == (0, 0), "its token 7 belongs to another token 8"
