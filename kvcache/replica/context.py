@@ -697,7 +697,9 @@ def check_context(context: object, call: str) -> None:
 def check_fork(parent: Context, child: Context, computed: int) -> None:
     """Raise `InvalidRequestError` unless the parent's `computed` tokens are a proper prefix of the child's tokens."""
     name = f"request {child.request_id!r}, fork of {parent.request_id!r}"
-    if not 0 < computed < child.end_idx:
+    if not computed:
+        raise InvalidRequestError(f"{name}: the parent has computed no token yet: fork it after step")
+    if computed >= child.end_idx:
         raise InvalidRequestError(
             f"{name}: has {child.end_idx} tokens, but needs more than the {computed} that the parent has computed"
         )

@@ -206,3 +206,13 @@ def test_a_fork_is_refused_where_the_parent_has_freed_pages_that_the_child_sees(
     assert manager.num_free_blocks == free
     manager.step([parent])
     assert manager.fork(parent, parent.fork("child"))
+
+
+def test_a_parent_that_has_computed_nothing_is_named_as_the_reason(make: Any) -> None:
+    manager = make(32, page_size=4, rows=2)
+    parent = TextContext(range(10), 64, "p")
+    manager.external_claim("p")
+    assert manager.maybe_reserve(parent)
+    with pytest.raises(InvalidRequestError, match="'c', fork of 'p': the parent has computed no token yet"):
+        manager.fork(parent, parent.fork("c"))
+    assert not manager.contains("c")
