@@ -16,6 +16,7 @@ from kvcache.arguments import whole
 from kvcache.layer_groups import LayerGroup, Positions, TableGroup
 from kvcache.pool.index import NO_PAGE
 from kvcache.replica.block_table import BlockTable, ImportPart, PageCopy
+from kvcache.replica.context import ContextIndices
 from kvcache.replica.kept_pages import ColumnSet, ColumnSpan, KeptPages
 from kvcache.replica.rows import BlockRows, Ints, Pages, Rows
 
@@ -71,6 +72,21 @@ class KeptSinks(KeptPages):
 
     def num_kept(self, first: Positions, end: Positions) -> Positions:
         return cast("Positions", end - first + np.minimum(first, self._sinks))
+
+    def plan(
+        self,
+        row: int | None,
+        indices: ContextIndices,
+        length: int,
+        start: int,
+        found: Pages,
+        columns: tuple[int, int],
+        *,
+        keeps: bool,
+    ) -> ColumnSpan:
+        span = super().plan(row, indices, length, start, found, columns, keeps=keeps)
+        # Pages of sinks that came from a lower tier are before the window, and not published yet.
+        return span._replace(found_end=columns[1]) if columns[1] < self._sinks else span
 
     def leave_from(self, first: Positions) -> Positions:
         return cast("Positions", np.maximum(first, self._sinks))

@@ -27,7 +27,7 @@ from kvcache.layer_groups import layer_tables
 from kvcache.replica.kept_pages import KeptPages, ranges_of
 from kvcache.replica.kinds import KINDS, kept_pages
 from kvcache.replica.rows import AllRows, BlockRows, as_rows
-from tests.kvcache.build import manager_of, proven
+from tests.kvcache.build import evict_idle, manager_of, proven
 
 LONGEST = 60
 
@@ -354,3 +354,17 @@ def test_an_import_copies_no_draft_kv_from_a_manager_whose_request_goes_on_other
     (_, (of_full, of_draft)), *_ = copier.from_others()
     assert of_full.tokens == (0, 8)
     assert of_draft.tokens == (0, 0), "its token 7 belongs to another token 8"
+
+
+def test_sinks_that_come_from_the_host_are_published_with_the_next_page() -> None:
+    manager = manager_of(layers=1, host_slots=40, params={"groups": (SinkGroup((0,), window=4, sinks=2),)})
+    for name, start in (("first", 0), ("second", 28)):
+        context = TextContext(range(30), 64, name)
+        with manager.claim(context):
+            assert manager.maybe_reserve(context)
+            assert run(manager, context) == start
+            manager.check()
+        assert manager.contents.cached(0, manager.contents.digests(context)) == 28
+        manager.flush_tiers()
+        evict_idle(manager)
+        assert manager.contents.cached(0, manager.contents.digests(context)) == 0
