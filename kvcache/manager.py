@@ -401,8 +401,8 @@ class PagedKVCacheManager(Uncopied):
     def block_table(self, request_id: RequestID, *, full_pages: bool = False, first_page: int = 0) -> BlockTable:
         """Returns the pages that the request had computed by its last `step`.
 
-        Valid while the request is leased. Without a lease it is valid only until the request's next `maybe_reserve` or
-        `release`, because windows then free pages, and the model overwrites the recurrent state.
+        Valid while the request is leased. Without a lease it is valid only until the request's next `maybe_reserve`,
+        `step` or `release`: windows free pages, the model overwrites the recurrent state, and duplicates are merged.
 
         The call does not wait for a device. If the pages are on a GPU, do not pass the table to another process before
         the model has run.
