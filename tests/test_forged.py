@@ -14,7 +14,7 @@ from tests.forged import public_classes, survives
 REFUSING = {
     *(kvcache.Batch, kvcache.Context, kvcache.EvictionOrder, kvcache.ImportCopier, kvcache.KVCacheParams),
     *(kvcache.LayerGroup, kvcache.PagedKVCacheManager, kvcache.RangeRetention, kvcache.StatePages, kvcache.StateShape),
-    *(kvcache.PageLease, kvcache.StepInFlight),
+    *(kvcache.PageLease, kvcache.StepInFlight, kvcache.SinkGroup, kvcache.DraftGroup),
     *(kvcache.TextContext, transfer.KVTransferEngine, transfer.MemoryType, transfer.NixlConnectorScheduler),
     *(transfer.NixlConnectorWorker, transfer.PageExchange),
 }

@@ -23,7 +23,17 @@ LIVE = {
 }
 # Classes of values, of options and of parts that hold no pages. A new public class belongs to this list or to `LIVE`.
 VALUES = {
-    *("Admission", "BlockTable", "ConnectorMetadata", "Context", "EngineCard", "EvictionOrder", "ExchangeEvent"),
+    *(
+        "Admission",
+        "BlockTable",
+        "ConnectorMetadata",
+        "Context",
+        "DraftGroup",
+        "SinkGroup",
+        "EngineCard",
+        "EvictionOrder",
+        "ExchangeEvent",
+    ),
     *("GroupConfig", "GroupTable", "ImportProof", "KVCacheMetrics", "KVCacheParams", "KVCacheQuantizationConfig"),
     *("KVEvents", "KVTransferEngineMetadata", "LayerGroup", "LayerTables", "LeaseOver", "LeaseRef", "Lent"),
     *("LoadRequest", "LruOrder", "MemoryType", "ModelRunner", "NixlObjects", "Offered", "Output", "PageCopy"),

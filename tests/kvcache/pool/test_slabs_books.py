@@ -236,7 +236,7 @@ def test_after_an_interrupt_slabs_that_are_held_written_or_found_are_taken_and_n
 @pytest.mark.parametrize(
     ("column", "at", "value", "message"),
     [
-        ("_place", 5, 3, "page 5 is fresh, but the stack has another page at the index 3"),
+        ("_index", 5, 3, "page 5 is fresh, but the stack has another page at the index 3"),
         ("uses.ages", 2, 9, "slab 2 was last used at 0, before its recorded bound 9"),
     ],
 )
