@@ -20,9 +20,14 @@ from transfer.errors import InvalidEngineError
 
 
 def imports_at_start() -> dict[str, set[str]]:
-    """Returns what the modules of the connector import from vLLM at their top, apart from types."""
+    """Returns what the modules of the connector import from vLLM at their top, apart from types.
+
+    Modules of tiers are left out. vLLM's own `OffloadingConnector` loads them, and `PagewireTiers` checks the version.
+    """
     found: dict[str, set[str]] = {}
     for path in Path(adapter.__file__).parent.glob("*.py"):
+        if path.stem.startswith("tier"):
+            continue
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm":
                 found.setdefault(node.module, set()).update(one.name for one in node.names)
