@@ -49,6 +49,16 @@ class ColumnSpan(NamedTuple):
         return int(as_rows(self.columns)[holes[0]]) if holes.size else self.found_end
 
 
+def count_of(columns: ColumnSet) -> int:
+    """Returns the number of the columns."""
+    return max(0, columns.stop - columns.start) if isinstance(columns, slice) else len(columns)
+
+
+def counted_from(first: int, columns: ColumnSet) -> ColumnSet:
+    """Returns the columns as if column `first` were column 0."""
+    return slice(columns.start - first, columns.stop - first) if isinstance(columns, slice) else columns - first
+
+
 def ranges_of(columns: ColumnSet) -> list[tuple[int, int]]:
     """Returns the columns as ranges: the first column of each, and the column after its last one.
 
@@ -204,7 +214,9 @@ class KeptPages:
     def new(self, row: int | None, span: ColumnSpan) -> int:
         """Returns the number of pages to allocate for the span."""
         had = 0 if row is None else self.ends.item(row)
-        new = self.num_tables * len(as_rows(self.kept(span.first, span.end, max(had, span.found_end))))
+        new = self.num_tables * count_of(self.kept(span.first, span.end, max(had, span.found_end)))
+        if not span.found.size:
+            return new
         missing = span.found == NO_PAGE
         if row is not None and had:
             # If only a lower tier has a page, its content is restored into the row's own page.
@@ -228,8 +240,9 @@ class KeptPages:
     def take(self, row: int, span: ColumnSpan) -> None:
         """Put the found pages into the row, and remove its pages before column `first`."""
         self.table[:, row, self.leave_from(self.firsts.item(row)) : span.first] = NO_PAGE
-        own = self.table[:, row, span.columns]
-        self.table[:, row, span.columns] = np.where(span.found != NO_PAGE, span.found, own)
+        if span.found.size:
+            own = self.table[:, row, span.columns]
+            self.table[:, row, span.columns] = np.where(span.found != NO_PAGE, span.found, own)
         self.firsts[row] = span.first
 
     def fill(self, row: int, span: ColumnSpan, new: Pages) -> tuple[Pages, Pages]:
@@ -237,16 +250,19 @@ class KeptPages:
 
         Returns the pages that the caller must restore, and the `new` pages that were not needed.
         """
-        mine = self.table[:, row, span.columns]
-        holes = mine == NO_PAGE
-        count = np.count_nonzero(holes)
-        mine[holes], new = new[:count], new[count:]
-        self.table[:, row, span.columns] = mine
-        after = as_rows(self.kept(span.first, span.end, max(self.ends.item(row), span.found_end)))
-        count = self.num_tables * len(after)
+        restored = new[:0]
+        if span.found.size:
+            mine = self.table[:, row, span.columns]
+            holes = mine == NO_PAGE
+            count = np.count_nonzero(holes)
+            mine[holes], new = new[:count], new[count:]
+            self.table[:, row, span.columns] = mine
+            restored = mine[span.found == NO_PAGE]
+        after = self.kept(span.first, span.end, max(self.ends.item(row), span.found_end))
+        count = self.num_tables * count_of(after)
         self.table[:, row, after] = new[:count].reshape(self.num_tables, -1)
         self.ends[row] = span.end
-        return mine[span.found == NO_PAGE], new[count:]
+        return restored, new[count:]
 
     # ---- names, imports and checks
 

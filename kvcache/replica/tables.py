@@ -25,7 +25,7 @@ from kvcache.pool.index import INDEX, NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
 from kvcache.pool.pages_below import Asked, PagesBelow, Slots, last_end
 from kvcache.replica.context import ContextIndices, chunk_end
-from kvcache.replica.kept_pages import ColumnSet, ColumnSpan, KeptPages, ranges_of
+from kvcache.replica.kept_pages import ColumnSet, ColumnSpan, KeptPages, counted_from, ranges_of
 from kvcache.replica.kinds import kept_pages
 from kvcache.replica.leases import PageLeases
 from kvcache.replica.resume import Found, FromBelow, Reservation, resume
@@ -565,7 +565,7 @@ class RowTables:
         `digests` are the digests of the pages from column `first` on.
         """
         return tuple(
-            self._find_each(self._names(kept, digests, as_rows(kept.seen_columns(end, first)) - first))
+            self._find_each(self._names(kept, digests, counted_from(first, kept.seen_columns(end, first))))
             for kept in self.groups
         )
 
