@@ -116,7 +116,7 @@ class Lender:
         self.exchange = exchange_of(setting, self.manager, NAME, setting.address)
         self._others = 1 << 20  # numbers of prompts that no reader asks for begin here
 
-    def place(self) -> tuple[str, str]:
+    def contact(self) -> tuple[str, str]:
         """The address of the source, and the id of the engine at that address."""
         return self.exchange.address, self.exchange.engine_id(0)
 
