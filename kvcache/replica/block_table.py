@@ -34,9 +34,10 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     num_tokens: int  # the number of tokens whose KV the pages hold; the last page may be partly filled
     page_size: int  # tokens of a page
     # The page ids of each group of layers in logical order, up to the page of the last token. A group with a window may
-    # lack its first pages, because pages that no later query sees are freed. Such a group, and a recurrent state, have
-    # no pages in a table of full pages (`block_table(full_pages=True)`): the request's next chunk frees or overwrites
-    # them. A reader refuses such a table as the last one.
+    # lack its first pages, because pages that no later query sees are freed. With sinks, it lacks those between the
+    # sinks and the window instead. Such a group, and a recurrent state, have no pages in a table of full pages
+    # (`block_table(full_pages=True)`): the request's next chunk frees or overwrites them. A reader refuses such a table
+    # as the last one.
     groups: tuple[tuple[int, ...], ...]
     fingerprint: str  # identifies the geometry of the pages on all shards
     hash_algorithm: str = ""  # the algorithm of `digests`; empty if prefix caching is off

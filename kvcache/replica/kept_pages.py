@@ -118,6 +118,10 @@ class KeptPages:
         lacking: NDArray[np.bool_] = self.seen(positions) < self.firsts[rows]
         return lacking
 
+    def names(self, digests: Digests) -> Digests:
+        """Returns the names of pages whose tokens have these `digests`, before the index of the table is mixed in."""
+        return digests
+
     def named(self, row: int, tokens: int, first: int, *, windows: bool) -> list[tuple[int, ...]]:
         """Returns the pages of the row's first `tokens` tokens, one list for each table, from column `first` on.
 
@@ -264,11 +268,7 @@ class KeptPages:
         self.ends[row] = span.end
         return restored, new[count:]
 
-    # ---- names, imports and checks
-
-    def names(self, digests: Digests) -> Digests:
-        """Returns the names of pages whose tokens have these `digests`, before the index of the table is mixed in."""
-        return digests
+    # ---- imports and checks
 
     def give_back(self, row: int, first: int) -> Pages:
         """Remove the row's pages before column `first`, and return them in the order of the columns."""

@@ -25,8 +25,8 @@ from kvcache.replica.rows import BlockRows, Ints, Pages, Rows
 class SinkGroup(LayerGroup):
     """Layers whose queries see the last `window` tokens, and the first `sinks` tokens.
 
-    A row keeps the pages of the first `sinks` tokens, and the pages of the window. A block table names the null page
-    for the pages between them. An attention kernel must mask the tokens between the sinks and the window.
+    A row keeps the pages of the first `sinks` tokens, and the pages of the window. Between them, the lookup table of
+    `fetch` has the null page, and an attention kernel must mask the tokens. An exported `BlockTable` leaves them out.
 
     Examples:
         >>> group = SinkGroup(layers=(0, 1), window=32, sinks=4)

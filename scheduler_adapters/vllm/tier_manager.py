@@ -54,7 +54,7 @@ logger = logging.getLogger("pagewire.vllm")
 
 @dataclass(eq=False, slots=True)
 class _Lookups:
-    """What the lookups of a request have found.
+    """The results of a request's lookups.
 
     Attributes:
         pins: slots that are held until the request's load, by key.
