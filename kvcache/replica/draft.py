@@ -49,6 +49,13 @@ class KeptDraft(KeptPages):
 
     ahead = 1
 
+    def resumes_beyond(self, row: int, pages: int) -> bool:
+        # If the last token of these pages was the last one that its request knew, the next step computes the KV there
+        # again. If the request resumed from a later token, this KV would belong to no next token, or to that of a
+        # fork's parent.
+        computed, known = self._rows.cached.item(row), self._rows.prompt.item(row)
+        return computed != pages * self._page_size or computed < known
+
     def parts(self, row: int, span: ColumnSpan, end: int) -> list[ImportPart]:
         return [DraftImportPart(part.first, part.dst_pages, at_end=True) for part in super().parts(row, span, end)]
 

@@ -94,9 +94,13 @@ class KeptPages:
         self.num_tables = of.num_tables
         self.table = rows.table[self.tables]
         self.firsts, self.ends = rows.firsts[number], rows.ends[number]
-        self._page_size = rows.page_size
+        self._rows, self._page_size = rows, rows.page_size
 
     # ---- the rule of a kind
+
+    def resumes_beyond(self, row: int, pages: int) -> bool:  # noqa: ARG002 - true after any page
+        """Whether the row may resume from a token after its first `pages` pages, with cached pages."""
+        return True
 
     def kept(self, first: int, end: int, start: int = 0) -> ColumnSet:
         """Returns the columns from `start` on in which a row has pages.

@@ -227,7 +227,7 @@ class Replica:
         """
         first, tokens = 0 if row is None else self.rows.committed.item(row), context.tokens
         last = (len(tokens) - 1) // self.page_size
-        if not self.caching or last <= first or row in self.rows.private or self._ends_provisionally(row, first):
+        if not self.caching or last <= first or row in self.rows.private or not self.tables.resumes_beyond(row, first):
             return self.tables.nothing(first)
         hasher, index = hasher or self.hasher(row, context), self.pool.index
         kept = hasher.matches.get(index)
@@ -570,17 +570,6 @@ class Replica:
         raise NotReservedError(f"{text}, but its reserved pages hold {room[at]}: call maybe_reserve first")
 
     # ---- inside
-
-    def _ends_provisionally(self, row: int | None, pages: int) -> bool:
-        """Whether the KV of the last token of the row's first `pages` pages must be computed again in the next step.
-
-        This token was the last one that its request knew when it was computed. If the request resumed from a later
-        token, a draft model would keep the KV there that belongs to no next token, or to that of a fork's parent.
-        """
-        if row is None or not pages or not self.tables.ahead:
-            return False
-        computed = self.rows.cached.item(row)
-        return computed == pages * self.page_size and computed >= self.rows.prompt.item(row)
 
     def _plan(self, row: int, context: SafeContext, indices: ContextIndices, length: int, start: int) -> Reservation:
         """Looks up cached pages. Returns the reservation that gives the row pages for `length` tokens.

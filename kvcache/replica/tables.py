@@ -95,6 +95,10 @@ class RowTables:
 
     # ---- lookups
 
+    def resumes_beyond(self, row: int | None, pages: int) -> bool:
+        """Whether a lookup may find pages after the row's first `pages` pages. See `KeptPages.resumes_beyond`."""
+        return row is None or not pages or all(kept.resumes_beyond(row, pages) for kept in self.groups)
+
     def run(self, first: int, digests: Digests) -> Found:
         """Returns the columns that `find` has to search, from `first` on, and their pages in the first table.
 
@@ -582,6 +586,9 @@ class OneTable(RowTables):
     """A single table of full attention. It has pages in all columns, so most of the work can be skipped."""
 
     is_plain = True
+
+    def resumes_beyond(self, row: int | None, pages: int) -> bool:  # noqa: ARG002 - full attention resumes after any page
+        return True
 
     def find(self, first: int, digests: Digests, ends: Asked | None = None) -> Found:
         run = self.run(first, digests)
