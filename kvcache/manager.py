@@ -30,6 +30,7 @@ from kvcache.steps_in_flight import StepInFlight, check_step
 from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID
 from kvcache.uncopied import Uncopied
 from kvcache.under_way import CLOSE, Call, CheckedUnderWay, UnderWay
+from kvcache.weights import Running, Version, check_running, version_bytes
 
 _CLAIM, _RELEASE, _RESERVE = Call("external_claim"), Call("release"), Call("maybe_reserve")
 
@@ -626,6 +627,34 @@ class PagedKVCacheManager(Uncopied):
     def hint_share(self) -> float:
         """The share of idle pages that currently follow retention hints, 0.0 to 1.0: the mean over the replicas."""
         return sum(replica.hints.share for replica in self._replicas.each) / self.num_replicas
+
+    # ---- weights
+
+    @property
+    def weights(self) -> bytes | None:
+        """The current version of the weights: 1 to 16 bytes, or None if none was given."""
+        return self._replicas.rows.weights.version
+
+    def set_weights(self, version: Version, running: Running = "finish") -> None:
+        """Say that the model has other weights from now on, on all replicas at once.
+
+        `version` names the weights: a number below 2**128, 1 to 16 bytes, or a text. From now on no request finds pages
+        or states of another version, on the device or in any tier. No page is dropped. If an earlier version is set
+        again, its pages are found again as far as they are still there. The call takes microseconds, however many pages
+        there are, and may come at any time. A step counts for the new version unless `step` was called for it before.
+
+        `running` says what becomes of requests that have pages. With "finish", they keep them and run on, so that their
+        KV is of both versions. The pages that they fill from now on are found by nobody but their forks. Leases and
+        imports go on, and keep the pages of their version.
+
+        Does nothing if `version` is the current one. Raises `InvalidRequestError` if an argument is invalid.
+        """
+        self._mark.check("set_weights")
+        found = version_bytes("set_weights: version", version, InvalidRequestError)
+        check_running(running)
+        switch = functools.partial(self._replicas.set_weights, found)
+        with self._mark.changing(Call("set_weights", switch)):
+            switch()
 
     # ---- resets, recovery and the end
 

@@ -18,6 +18,7 @@ from kvcache.errors import InvalidParamsError
 from kvcache.eviction_order import EvictionOrder
 from kvcache.layer_groups import LayerGroup
 from kvcache.types import MakeObjectIO, PageIO
+from kvcache.weights import Version, version_bytes
 
 HashAlgorithm = Literal["sha256", "blake3", "xxh3_128"]
 PageOrder = Literal["head,layer,side,token,dim", "layer,side,head,token,dim", "layer,side,token,head,dim"]
@@ -260,6 +261,7 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     "object_tier_io": optional(_kind(Callable, "a function that makes an `ObjectIO`, say a `NixlObjects`")),
     "kvcache_quant_config": optional(_kind(KVCacheQuantizationConfig, "a KVCacheQuantizationConfig")),
     "states": optional(_kind(StateShape, "a StateShape")),
+    "weights": version_bytes,
     "state_copies": optional(functools.partial(whole, least=0)),
     "state_every_pages": functools.partial(whole, least=0),
     "share_state_memory": optional(flag),
@@ -385,6 +387,10 @@ class KVCacheParams:
     # The order decides which idle page is evicted first. None: the least recently used page is evicted first, unless
     # retention hints say otherwise.
     eviction_order: Callable[[int], EvictionOrder] | None = None
+    # The version of the weights when the manager is made (`PagedKVCacheManager.set_weights`): a number below 2**128, 1
+    # to 16 bytes, or a text, such as the name of a checkpoint. Pages of different versions are never mixed. None: not
+    # said.
+    weights: Version = None
 
     def __post_init__(self) -> None:
         _apply(_RULES, self)

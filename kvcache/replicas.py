@@ -20,7 +20,7 @@ from kvcache.policies.factory import order_of, set_policy
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
 from kvcache.replica.batch import Gathered, Share
-from kvcache.replica.context import Context, SafeContext, hasher_of, read_context
+from kvcache.replica.context import Context, SafeContext, read_context
 from kvcache.replica.devices import PageMemory, PlacedReplica, ReplicaPageMoves
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.kept import Kept
@@ -35,6 +35,7 @@ from kvcache.steps_in_flight import StepInFlight, StepsInFlight
 from kvcache.tiers.tiers import Tiers, divide_tiers, page_tiers, state_tiers
 from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs
 from kvcache.under_way import Call, UnderWay
+from kvcache.weights import Version, Weights
 
 _FETCH, _STEP, _RESERVE = Call("fetch"), Call("step"), Call("reserve_batch")
 
@@ -47,7 +48,8 @@ def place_replicas(
     words = DIGEST_BYTES[params.hash_algorithm] // 8
     rows = sizes.max_batch_size // len(devices)
     room = divide_tiers(params, len(layouts))
-    every = AllRows(len(devices), rows, page_size, caching=params.enable_prefix_caching)
+    weights = Weights(params.weights)
+    every = AllRows(len(devices), rows, page_size, caching=params.enable_prefix_caching, weights=weights)
     placed, states = list[PlacedReplica](), list[StatePages]()
     for group in devices:
         pinned = any(device.type == "cuda" for device in group)
@@ -167,7 +169,7 @@ class Replicas:
             new, fits = self._fits(chosen, context, length, found)
             return Admission(chosen, found.end, new, fits)
         # The prompt is hashed once for all replicas, even if the context cannot carry the hasher.
-        hasher = hasher_of(context, one.hash_algorithm, one.page_size) if one.caching else None
+        hasher = one.hasher(None, context) if one.caching else None
         found = [replica.find(context, hasher=hasher) for replica in self.each]
         missing, fits = zip(*(self._fits(at, context, length, one) for at, one in enumerate(found)), strict=True)
         chosen = self._router.recommend(missing, claimed, fits)
@@ -177,7 +179,7 @@ class Replicas:
         """Begin to load the request's pages into the host tier. Returns whether any pages are on their way."""
         if not self.each[0].fetches:
             return False
-        hasher = hasher_of(context, self.each[0].hash_algorithm, self.each[0].page_size)
+        hasher = self.each[0].hasher(None, context)
         most = max(self.each, key=lambda replica: replica.find(context, hasher=hasher).reached)
         digests = hasher.digests(context.tokens, 0, (context.end_idx - 1) // hasher.page_size)
         return most.fetch_prefix(digests, wait=False)
@@ -387,6 +389,10 @@ class Replicas:
             tiers.reset()
         for replica in self.each:
             replica.forget()
+
+    def set_weights(self, version: Version) -> None:
+        """Name pages by another version of the weights from now on. See `PagedKVCacheManager.set_weights`."""
+        self.rows.weights.switch(version)
 
     @property
     def host_pages(self) -> tuple[int, int]:

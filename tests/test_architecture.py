@@ -24,7 +24,7 @@ MAX_FUNCTION = 60  # lines
 VALUES = {
     "kvcache": {
         *("arguments", "copies", "errors", "eviction_order", "layer_groups", "layout", "params", "retention", "types"),
-        *("uncopied", "under_way", "unmoved"),
+        *("uncopied", "under_way", "unmoved", "weights"),
     },
     # the rest of this room looks at a manager from outside
     "kvcache.endpoints": {"addresses", "dialer", "families", "publisher", "reset", "sockets"},

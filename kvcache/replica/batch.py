@@ -273,6 +273,7 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
         # known tokens of each context. Each update adds a row.
         self._log = np.zeros((page_size + _STEPS_KEPT, len(contexts)), np.int32)
         self._hashers: dict[int, PrefixHasher] = {}  # by index
+        self._hashed_under = every.weights.now  # the weights to which these hashers belong
         self.checked_at = -1  # the manager's count of releases when the batch's claims were last checked
         # The contexts of class `TextContext`. The batch advances its contexts together only if all contexts are of this
         # class.
@@ -475,6 +476,9 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
 
     def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
         kept = self._hashers
+        if self._hashed_under is not self._every.weights.now:  # the requests may begin new segments
+            self._hashed_under = self._every.weights.now
+            kept.clear()
         try:
             return [kept[index] for index in at]
         except KeyError:

@@ -51,6 +51,9 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     # (`manager.lease`). A reader compares the seal with the one that it expects (`transfer.pull.seals`), and so sees
     # that the lease holds the pages of this table.
     seals: tuple[bytes, ...] = ()
+    # Names the weights under which the tokens of a partly filled last page, or of a table without digests, were
+    # computed; empty if their version was not given. Digests tell the version of all other pages.
+    weights: bytes = b""
 
     def follows(self, before: "BlockTable | None") -> bool:
         """Whether the earlier table `before` of the same request named all pages that this table leaves out."""

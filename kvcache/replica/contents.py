@@ -14,7 +14,7 @@ from kvcache.arguments import check_request_id, integer, of_kind, refusal, whole
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.replica import imports
 from kvcache.replica.block_table import BlockTable, PageDigests, PendingImport
-from kvcache.replica.context import Context, check_context, hasher_of, read_context
+from kvcache.replica.context import Context, check_context, read_context
 from kvcache.replica.copier import ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.leases import PageLease
@@ -54,7 +54,7 @@ class PageContents(Uncopied):
         one, read = self._replicas[0], read_context(context)
         last = (read.end_idx - 1) // one.page_size if one.caching else 0
         first_page = first_page if one.lends_any_part else 0
-        hasher = hasher_of(read, one.hash_algorithm, one.page_size)
+        hasher = one.hasher(None, read)
         digests = hasher.digests(read.tokens, min(first_page, last), last).tobytes()
         return PageDigests(one.page_size, one.hash_algorithm, digests, first_page)
 

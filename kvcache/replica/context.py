@@ -14,6 +14,7 @@ from kvcache.params import HashAlgorithm
 from kvcache.replica.hashing import ExtraKeys, PrefixHasher
 from kvcache.retention import Retention
 from kvcache.types import RequestID
+from kvcache.weights import UNSAID, Segments
 
 _NEW_CAPACITY = 64
 _NO_KEYS: ExtraKeys = ()
@@ -659,15 +660,17 @@ def salt_and_keys(context: Context) -> tuple[str | None, ExtraKeys]:
     return checked_salt(name, getattr(context, "cache_salt", None)), checked_keys(name, () if keys is None else keys)
 
 
-def hasher_of(context: SafeContext, algorithm: HashAlgorithm, page_size: int) -> PrefixHasher:
-    """Returns a `PrefixHasher` for the context's tokens with this algorithm and page size.
+def hasher_of(
+    context: SafeContext, algorithm: HashAlgorithm, page_size: int, segments: Segments = UNSAID
+) -> PrefixHasher:
+    """Returns a `PrefixHasher` for the context's tokens with this algorithm, page size and `segments`.
 
-    Uses the hasher that the context carries if it has this algorithm and page size. If not, makes a new hasher, and
-    stores it in the context if the context has an attribute `prefix_hasher`.
+    Uses the hasher that the context carries if that one has all of them. If not, makes a new hasher, and stores it in
+    the context if the context has an attribute `prefix_hasher`.
     """
     kept = context.prefix_hasher
-    if kept is None or not kept.fits(algorithm, page_size, context.named):
-        kept = context.prefix_hasher = PrefixHasher(algorithm, page_size, *context.named)
+    if kept is None or not kept.fits(algorithm, page_size, context.named, segments):
+        kept = context.prefix_hasher = PrefixHasher(algorithm, page_size, *context.named, segments)
     return kept
 
 

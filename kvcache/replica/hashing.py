@@ -23,6 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvcache.params import HashAlgorithm
+from kvcache.weights import UNSAID, Segments, own_keys
 
 ExtraKeys = tuple[tuple[int, bytes], ...]
 """`(position, key)` of each input other than tokens. The KV of the token at `position` and of all later tokens depends
@@ -70,13 +71,14 @@ _Chain, SHA256_BY = _compiled()
 class PrefixHasher:
     """The page digests of one request. New pages add digests as the request grows. No digest is computed twice.
 
-    Two pages have the same digest if and only if algorithm, page size, salt, and all tokens and extra keys up to the
-    end of the page are the same. A missing salt (None) is distinct from every salt, including the empty one. Digests do
-    not depend on the process, so they can be compared across hosts. An attacker can construct collisions of `xxh3_128`,
-    but not of sha256 and blake3.
+    Two pages have the same digest if and only if algorithm, page size, salt, version of the weights, and all tokens and
+    extra keys up to the end of the page are the same. A missing salt (None) is distinct from every salt, including the
+    empty one; the same holds for versions. Digests do not depend on the process, so they can be compared across hosts.
+    An attacker can construct collisions of `xxh3_128`, but not of sha256 and blake3. `segments` has the versions under
+    which the request's pages were computed (`kvcache.weights`).
 
         tokens    0 … 15        16 … 31       32 … 39
-        digest    d0 = H(salt, tokens)
+        digest    d0 = H(salt, weights, tokens)
                   d1 = H(d0, tokens)          a page that is not full has no digest
 
     Examples:
@@ -90,15 +92,27 @@ class PrefixHasher:
         False
     """
 
-    __slots__ = ("algorithm", "extra_keys", "keys_left", "known", "matches", "page_size", "running", "salt", "width")
+    __slots__ = (
+        *("algorithm", "extra_keys", "keys_left", "known", "matches", "named", "page_size", "running", "salt"),
+        *("segments", "width"),
+    )
 
     def __init__(
-        self, algorithm: HashAlgorithm, page_size: int, salt: str | None, extra_keys: ExtraKeys | None = None
+        self,
+        algorithm: HashAlgorithm,
+        page_size: int,
+        salt: str | None,
+        extra_keys: ExtraKeys | None = None,
+        segments: Segments = UNSAID,
     ) -> None:
         self.algorithm: HashAlgorithm = algorithm
         self.page_size = page_size
         self.salt = salt
-        self.extra_keys = extra_keys
+        self.segments = segments
+        self.named = salt, extra_keys  # what the context gives
+        # Everything that is hashed besides tokens: the context's keys, and those of segments that nobody else shares.
+        own = own_keys(segments, page_size)
+        self.extra_keys = (*(extra_keys or ()), *own) if own else extra_keys
         self.width = DIGEST_BYTES[algorithm]
         self._begin()
         # The last lookup in each prefix index or tier: the generation at the lookup, the first and the last page that
@@ -107,7 +121,7 @@ class PrefixHasher:
 
     def _begin(self) -> None:
         """Start over, with no page hashed."""
-        running = _seeded(self.algorithm, self.page_size, self.salt).copy()
+        running = _seeded(self.algorithm, self.page_size, self.salt, self.segments[0].version).copy()
         # The extra keys that are not hashed yet, as `(page, bytes to hash)`. The next one is at the end of the list.
         # The bytes begin with -1, which is never a token. Then come the position and the length of the key, so that it
         # is clear where the key ends.
@@ -122,10 +136,15 @@ class PrefixHasher:
         if self.running is None:
             self._begin()
 
-    def fits(self, algorithm: HashAlgorithm, page_size: int, named: tuple[str | None, ExtraKeys]) -> bool:
-        """Whether this hasher has this algorithm, this page size, and the salt and extra keys in `named`."""
-        salt, keys = named
-        same = self.salt == salt and self.extra_keys == keys
+    def fits(
+        self,
+        algorithm: HashAlgorithm,
+        page_size: int,
+        named: tuple[str | None, ExtraKeys],
+        segments: Segments = UNSAID,
+    ) -> bool:
+        """Whether this hasher has this algorithm, page size and `segments`, and the salt and extra keys in `named`."""
+        same = self.named == named and self.segments == segments
         return same and self.page_size == page_size and self.algorithm == algorithm
 
     @property
@@ -188,11 +207,15 @@ class PrefixHasher:
 
 
 @functools.lru_cache(maxsize=256)
-def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
+def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None, weights: bytes | None = None) -> Any:
     """Returns the running hash before the first page. The hash is cached, so callers must update a copy."""
-    # Each field is preceded by its length, so different fields never produce the same bytes.
-    fields = (algorithm.encode(), str(page_size).encode(), b"" if salt is None else b"=" + salt.encode())
-    seed = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)
+    # Each field is preceded by its length, so different fields never produce the same bytes. The version of the weights
+    # is one more field, so its seed begins differently: tokens after a seed without it could have the same bytes.
+    fields = [algorithm.encode(), str(page_size).encode(), b"" if salt is None else b"=" + salt.encode()]
+    if weights is not None:
+        fields.append(weights)
+    kind = b"pagewire/1" if weights is None else b"pagewire/2"
+    seed = kind + b"".join(struct.pack("<I", len(field)) + field for field in fields)
     if algorithm == "blake3":
         from blake3 import blake3  # noqa: PLC0415 - optional: see `usable_hashes`
 

@@ -28,6 +28,7 @@ from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, token_bytes
 from kvcache.replica.replica import Replica
 from kvcache.replica.resume import Reservation
 from kvcache.replica.rows import Filled, Pages
+from kvcache.weights import last_name, named_version
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)
 
@@ -75,6 +76,7 @@ def export_table(
         hash_algorithm=replica.hash_algorithm if replica.caching else "",
         digests=digests.tobytes() if replica.caching else b"",
         first_page=first,
+        weights=last_name(replica.lineage(row).segments) if num_tokens % size or not replica.caching else b"",
     )
 
 
@@ -113,6 +115,15 @@ def check_table(
         )
     _check_pages(replica, context, table, last=last)
     hasher = _check_digests(replica, context, table, hasher)
+    # A request of the import's version, or of the current one if the import begins now, must own the last tokens.
+    segments = replica.lineage(None).segments if hasher is None else hasher.segments
+    told = table.num_tokens % table.page_size or not table.hash_algorithm
+    if told and table.weights != last_name(segments):
+        raise _mismatch(
+            context,
+            f"has tokens of the weights {named_version(table.weights)}, but this request runs under "
+            f"{named_version(segments[-1].version or b'')}",
+        )
     if not last and table.num_tokens % table.page_size:
         raise _mismatch(
             context,
@@ -146,8 +157,8 @@ def _has_types(table: BlockTable) -> bool:
 
     For a table with thousands of pages, this test is faster than `msgspec.convert`.
     """
-    every: list[Any] = [table.groups, table.kinds, table.digests]
-    of_each = [type(value) for value in every] == [tuple, tuple, bytes]
+    every: list[Any] = [table.groups, table.kinds, table.digests, table.weights]
+    of_each = [type(value) for value in every] == [tuple, tuple, bytes, bytes]
     names = (table.request_id, table.fingerprint, table.hash_algorithm, *(table.kinds if of_each else ()))
     numbers = (table.replica_idx, table.num_tokens, table.page_size, table.first_page)
     if not of_each or {*map(type, names)} != {str} or {*map(type, numbers)} != {int}:
@@ -218,17 +229,22 @@ def _check_digests(
             f"carries {len(table.digests)} bytes of digests, which do not fit its {last - first} full pages "
             f"({table.num_tokens} tokens)",
         )
+    # the weights of an import that has begun, even if the weights have changed since then
+    segments = replica.lineage(None).segments if hasher is None else hasher.segments
     if (algorithm, table.page_size) == (replica.hash_algorithm, replica.page_size):
-        hasher = hasher_of(context, algorithm, replica.page_size)
+        hasher = hasher_of(context, algorithm, replica.page_size, segments)
     elif hasher is None or (hasher.algorithm, hasher.page_size) != (algorithm, table.page_size):
-        hasher = PrefixHasher(algorithm, table.page_size, *context.named)
+        hasher = PrefixHasher(algorithm, table.page_size, *context.named, segments)
     own = hasher.digests(context.tokens, first, last)
     if own.tobytes() == table.digests:
         return hasher
     theirs = np.frombuffer(table.digests, np.uint64).reshape(own.shape)
     differ = np.flatnonzero((own != theirs).any(axis=1))
     if differ.size:
-        raise _mismatch(context, f"holds other tokens (or another cache_salt), from page {first + differ[0]} on")
+        raise _mismatch(
+            context,
+            f"holds other tokens (or another cache_salt or version of the weights), from page {first + differ[0]} on",
+        )
     return hasher
 
 
@@ -330,6 +346,10 @@ def extend_import(
     Returns the pages of the first block table that can now be copied in addition.
     """
     _check_open(replica, row, context, pending, "extend_import")
+    if pending.hasher is None and replica.lineage(row).segments[-1].mark:
+        raise _mismatch(
+            context, "has no digests, which would tell its weights, and the weights changed after this import began"
+        )
     hasher = check_table(replica, context, table, pending.hasher, last=last)
     if table.page_size != pending.src_page_size:
         raise _mismatch(

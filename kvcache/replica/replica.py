@@ -30,6 +30,7 @@ from kvcache.replica.rows import NEVER, BlockRows, Filled, Ints, Pages, PromptCo
 from kvcache.replica.tables import OneTable, RowTables
 from kvcache.types import KVCacheMetrics, RequestID
 from kvcache.under_way import UnderWay
+from kvcache.weights import Lineage
 
 MakeKept = Callable[[RowTables, HasherOfRow], Kept]
 
@@ -67,6 +68,9 @@ class Replica:
         # key `None` stands for a request without a row. It never has an entry.
         self._hashers: dict[int | None, PrefixHasher] = {}
         self._named: dict[int | None, tuple[str | None, ExtraKeys]] = {}
+        # for each row with pages, the versions of the weights under which its pages were computed
+        self._lineages: dict[int | None, Lineage] = {}
+        self.weights = rows.weights
         self.counter = PromptCounter(rows)
         self.tables = (OneTable if one else RowTables)(tables, pool, rows, self.leases, caching=self.caching)
         # A request of up to this many tokens always fits into an empty pool, so its pages need not be counted.
@@ -186,6 +190,8 @@ class Replica:
         if plan.slots.size:
             self.tier.restore(row, restored, plan.slots)
         self._named[row] = context.named
+        if row not in self._lineages:
+            self._lineages[row] = self.weights.now
         if self.hints.has_begun or context.hint:
             self.hints.come(row, context, found)
         self.counter.admit(row, known)
@@ -333,7 +339,7 @@ class Replica:
             rows.private.add(row)
         rows.commit(row, min(full, rows.committed.item(parent)))
         rows.cached[row] = computed
-        self._named[row] = self._named[parent]
+        self._named[row], self._lineages[row] = self._named[parent], self._lineages[parent]
         self.counter.ran_elsewhere(row, computed)
         self.kept.fork(parent, row)
         return copies
@@ -404,13 +410,26 @@ class Replica:
     def hasher(self, row: int | None, context: SafeContext) -> PrefixHasher:
         """Returns the request's hasher. The context keeps the hasher, or this object if the context cannot carry it."""
         # The salt and keys of a request without pages may still change. `refuse_renamed` refuses later changes.
-        named = self._named.get(row, context.named)
+        named, segments = self._named.get(row, context.named), self.lineage(row).segments
         kept = context.prefix_hasher or self._hashers.get(row)
-        if kept is None or not kept.fits(self.hash_algorithm, self.page_size, named):
-            kept = context.prefix_hasher = PrefixHasher(self.hash_algorithm, self.page_size, *named)
+        if kept is None or not kept.fits(self.hash_algorithm, self.page_size, named, segments):
+            kept = context.prefix_hasher = PrefixHasher(self.hash_algorithm, self.page_size, *named, segments)
             if row is not None and context.prefix_hasher is not kept:
                 self._hashers[row] = kept
         return kept
+
+    def lineage(self, row: int | None) -> Lineage:
+        """Returns the lineage of the row's pages. For a row without pages, and for None, it is that of new pages.
+
+        If the weights have changed since the last call for this row, a new segment begins after its published pages. So
+        it has begun before anything computed since then is named.
+        """
+        known, now = self._lineages.get(row), self.weights.now
+        if known is None or row is None:
+            return now
+        if known.switches != now.switches:
+            known = self._lineages[row] = self.weights.gone_on(known, self.rows.committed.item(row))
+        return known
 
     def published_digests(self, row: int, context: SafeContext | None, first: int = 0, last: int = NEVER) -> Digests:
         """Returns the digests of the tokens in the row's published columns `first` to `last` (excluded).
@@ -448,6 +467,7 @@ class Replica:
         self.imports.leave(row)
         self._hashers.pop(row, None)
         self._named.pop(row, None)
+        self._lineages.pop(row, None)
         self.counter.open.discard(row)
         pages = self.tables.pages(row, self.rows.num_pages.item(row)).copy()
         if names is not None:
@@ -480,7 +500,7 @@ class Replica:
         self.leases.leave_all(lambda row: self.tables.pages(row, self.leases.last_read(row)))
         self.imports.leave_all()
         self.rows.clear()
-        for of_rows in (self._hashers, self._named, self.counter.open):
+        for of_rows in (self._hashers, self._named, self._lineages, self.counter.open):
             of_rows.clear()
         self.hints.clear()
         self.tier.restart()

@@ -14,6 +14,7 @@ from kvcache.pool.index import NO_PAGE, Pages
 from kvcache.replica.context import NEVER
 from kvcache.types import RequestID
 from kvcache.unmoved import Unmoved
+from kvcache.weights import Weights
 
 Ints = NDArray[np.int64]
 Rows = Ints | slice
@@ -47,8 +48,11 @@ class AllRows:
     The index of a row is its place: `replica * rows + row`.
     """
 
-    def __init__(self, replicas: int, rows: int, page_size: int, *, caching: bool = True) -> None:
+    def __init__(
+        self, replicas: int, rows: int, page_size: int, *, caching: bool = True, weights: Weights | None = None
+    ) -> None:
         self.rows, self.page_size, self.caching = rows, page_size, caching
+        self.weights = weights or Weights()  # the version of the weights, which names pages
         # For each place, the number of tokens for which its row has pages. It is -1 while an import is pending, because
         # the row's pages must not be used then. numpy code writes this array. Calls for a single request read it
         # through a memoryview, which is faster. The last entry, at place -1, belongs to no row.
@@ -106,6 +110,7 @@ class BlockRows:
         rows, page_size = every.rows, every.page_size
         own = slice(replica_idx * rows, (replica_idx + 1) * rows)
         self.replica_idx = replica_idx
+        self.weights = every.weights
         self.page_size = page_size
         self.max_seq_len = max_seq_len
         self.groups = groups

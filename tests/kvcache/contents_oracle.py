@@ -1,9 +1,10 @@
 """An oracle of contents: an engine whose KV tells what it was computed from, and a comparison wherever it is read.
 
-The KV of a token is a number that depends on the weights, the salt and every token of the prefix, and on the layer,
-the side and the head. A recurrent state is such a number, too. Before each step, the engine compares everything that
-the step will see with these numbers. So it notices a page or a state of another prompt, of other weights, of another
-request's time, or one that was overwritten, whatever path brought it: a hit, a fork, a tier or a hand-over.
+The KV of a token is a number that depends on the salt, on every token of the prefix, on the version of the weights
+under which each of them was computed, and on the layer, the side and the head. A recurrent state is such a number, too.
+Before each step, the engine compares everything that the step will see with these numbers. So it notices a page or a
+state of another prompt, of other weights, of another request's time, or one that was overwritten, whatever path
+brought it: a hit, a fork, a tier or a hand-over.
 
 The moves are the calls of a real engine, drawn at random. The oracle knows only the public interface. It was written
 without reading the random model (`random_model`), so that the two do not share a blind spot.
@@ -79,6 +80,8 @@ KINDS: dict[str, dict[str, object]] = {
     },
 }
 RESETS = 0.15  # the weight of a reset among the random calls; a step has 8
+SWITCHES = 0.7  # the weight of a switch to other weights
+VERSIONS = (None, "a", "b", 3)
 _PRIME, _OTHER = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 _SHIFT, _LOW = np.uint64(29), np.uint64((1 << 52) - 1)
 
@@ -93,8 +96,10 @@ class Request:
     """One request of the engine, and the KV that its tokens must have."""
 
     context: TextContext
-    weights: int  # the version of the weights when the request was last claimed
+    weights: int  # how many resets had come when the request was last claimed; it runs on under the weights of then
     chain: list[int] = field(default_factory=list[int])  # a word for each token, which depends on its whole prefix
+    # The index in `VERSIONS` of the weights under which each token was computed. The manager knows these.
+    versions: list[int] = field(default_factory=list[int])
     lease: PageLease | None = None
     pulls: int = 0  # how many tables of it an exchange has leased
     # The end of the last step, or of an imported table. The next token was perhaps not known there, so a draft model
@@ -111,14 +116,33 @@ class Request:
             self.chain = [xxhash.xxh3_64_intdigest(f"{self.weights} {self.context.cache_salt}".encode())]
         tokens = self.context.tokens
         while len(self.chain) <= end:
-            word = np.array(
-                [self.chain[-1] ^ (int(tokens[len(self.chain) - 1]) * 0x1000193 + len(self.chain))], np.uint64
-            )
-            self.chain.append(int(_mixed(word * _PRIME + _OTHER)[0]))
+            at = len(self.chain) - 1
+            token = int(tokens[at]) * 0x1000193 + at + 1 + (self.versions[at] << 40)
+            self.chain.append(int(_mixed(np.array([self.chain[-1] ^ token], np.uint64) * _PRIME + _OTHER)[0]))
         return np.array(self.chain[1 : end + 1], np.uint64)
 
+    def words_of(self, end: int, ahead: int) -> Chain:
+        """Returns the words of the KV at each token that `end` known tokens give.
+
+        A draft model, one token `ahead`, also needs the token after. It gets the KV at its last token again in the next
+        step, so this token's version does not count.
+        """
+        if not ahead:
+            return self.words(end)
+        return _mixed(self.words(end - 1) ^ (self.context.tokens[1:end].astype(np.uint64) * _PRIME))
+
+    def ran(self, start: int, end: int, version: int) -> None:
+        """Record that the tokens `start` to `end` (excluded) are computed under `version`, or were found."""
+        if self.versions[start:end] != [version] * (end - start):
+            self.versions[start:] = [version] * (end - start)
+            del self.chain[start + 1 :]
+
+    def found(self, version: int) -> None:
+        """Record that the tokens up to the context's start that are not computed were found under `version`."""
+        self.ran(len(self.versions), max(len(self.versions), self.context.start_idx), version)
+
     def claimed_with(self, weights: int) -> None:
-        self.weights, self.chain, self.drafted = weights, [], -1
+        self.weights, self.chain, self.versions, self.drafted = weights, [], [], -1
         self.lease, self.pulls = None, 0  # an open lease holds the pages of the earlier claim alone
 
 
@@ -176,6 +200,7 @@ class Engine:
     def __init__(self, name: str, kind: str, random: Random, sizes: Sizes) -> None:
         self.name, self.kind, self.random, self.sizes, self.page = name, kind, random, sizes, sizes.page
         self.has_lower = sizes.files is not None or sizes.objects is not None
+        self.version = 0  # the index in `VERSIONS` of the current weights
         self.manager = self._made()
         self.running: list[Request] = []
         self.waiting: list[Request] = []  # requests that were preempted
@@ -206,7 +231,7 @@ class Engine:
             caching=sizes.caching,
             checks=False,
             host_slots=sizes.host,
-            params={**KINDS[self.kind], **below},
+            params={**KINDS[self.kind], **below, "weights": VERSIONS[self.version]},
         )
 
     # ---- the model
@@ -224,6 +249,7 @@ class Engine:
     def _run(self, runs: Sequence[Run], replica: int, entry: RaggedKVCacheInputs) -> None:
         tables = entry.lookup_table[None] if entry.lookup_table.dim() == 2 else entry.lookup_table
         for at, (request, _, start, active) in enumerate(runs):
+            request.ran(start, active, self.version)
             words = request.words(active)
             if int(entry.cache_lengths[at]) != start:
                 raise WrongContentError(f"{request.name}: fetch says {int(entry.cache_lengths[at])} cached of {start}")
@@ -236,7 +262,7 @@ class Engine:
                 self._compare(request, entry.blocks, pages, seen, table.layers, ahead)
                 tokens = request.context.tokens
                 known = active + ahead * (active < len(tokens) and tokens[active] >= 0)
-                values = kv_of(request.words(known)[begin + ahead :], table.layers)
+                values = kv_of(request.words_of(known, ahead)[begin:], table.layers)
                 self._write(entry.blocks, pages, begin, values)
             request.drafted = active
             for states in self.manager.states[replica : replica + 1]:
@@ -262,7 +288,7 @@ class Engine:
         if not ids.all():
             raise WrongContentError(f"{request.name}: token {places[ids == 0][0]} has no page")
         held = blocks[ids, :, : len(layers), places % self.page, :, 0].numpy()
-        right = kv_of(request.words(int(places[-1]) + 1 + ahead)[places + ahead], layers)
+        right = kv_of(request.words_of(int(places[-1]) + 1 + ahead, ahead)[places], layers)
         wrong = places[(held != right).any(axis=(1, 2, 3))]
         if len(wrong):
             raise WrongContentError(
@@ -285,6 +311,7 @@ class Engine:
         if not self.manager.maybe_reserve(request.context):
             self.manager.release(request.name)
             return False
+        request.found(self.version)
         self.reached["hits"] += request.context.start_idx > 0
         self.running.append(request)
         return True
@@ -345,6 +372,8 @@ class Engine:
         if not self.manager.reserve_batch(contexts).all():
             self.leave(self.random.choice(requests), again=True)
             return False
+        for one in requests:
+            one.found(self.version)
         if any(self._keeps_state(one) for one in requests):
             return False
         self.run(self.runs_of(requests), self.manager.fetch(contexts))
@@ -396,6 +425,8 @@ class Engine:
         contexts = [one.context for one in some]
         if not self.manager.reserve_batch(contexts).all():
             return
+        for one in some:
+            one.found(self.version)
         self.planned = Flight(self.runs_of(some), self.manager.fetch_ahead(contexts))
 
     def wait(self) -> None:
@@ -449,7 +480,8 @@ class Engine:
         self.made += 1
         twin, computed = parent.context.fork(f"{self.name}-{self.made}"), parent.context.computed_idx
         if computed and self.random.random() < 0.5:  # another sample, or a longer answer that others may have computed
-            tokens = [*twin.tokens[:computed].tolist(), *[self.random.randrange(4)] * self.random.randrange(1, 9)]
+            further = [self.random.randrange(4)] * min(90 - computed, self.random.randrange(1, 9))
+            tokens = [*twin.tokens[:computed].tolist(), *further]
             twin = TextContext(tokens, 90, twin.request_id, cache_salt=twin.cache_salt)
         child = Request(twin, parent.weights, [])
         try:
@@ -458,7 +490,8 @@ class Engine:
             self.reached["forks refused"] += 1
             return
         if done:
-            child.chain, child.drafted = parent.chain[: child.context.start_idx + 1], child.context.start_idx
+            start = child.drafted = child.context.start_idx
+            child.chain, child.versions = parent.chain[: start + 1], parent.versions[:start]
             self.running.append(child)
             self.reached["forks"] += 1
 
@@ -519,6 +552,13 @@ class Engine:
         self.weights += 1
         self.reached["resets"] += bool(self.running)
 
+    def switch(self) -> None:
+        """Set other weights, or those of before again, whatever is in flight."""
+        self.version = self.random.randrange(len(VERSIONS))
+        self.manager.set_weights(VERSIONS[self.version])
+        self.reached["switches"] += bool(self.running)
+        self.reached["switches with steps in flight"] += self.launched is not None
+
     def lease(self) -> None:
         """Lease a running request, and sometimes release it."""
         free = [one for one in self.running if one.lease is None]
@@ -543,7 +583,8 @@ class HandOver:
         self.source, self.reader, self.of, self.table = source, reader, request, table
         self.request = Request(request.context.fork(f"{reader.name}-of-{request.name}-{reader.made}"), request.weights)
         reader.made += 1
-        self.request.chain, self.request.drafted = list(request.chain), table.num_tokens
+        self.request.chain, self.request.drafted = request.chain[: table.num_tokens + 1], table.num_tokens
+        self.request.versions = request.versions[: table.num_tokens]
         self.pending: PendingImport | None = None
         self.is_leased = request.lease is not None
 
@@ -558,6 +599,7 @@ class HandOver:
         self.reader.manager.external_claim(context.request_id, self.reader.manager.get_or_recommend_replica(context))
         try:
             self.pending = self.reader.manager.import_block_table(context, self.table)
+            self.request.found(self.reader.version)
         except KVCacheError:
             self.reader.reached["tables refused"] += 1
         if self.pending is None:
@@ -636,7 +678,7 @@ class Pair:
             return
         request = self.random.choice(source.running)
         if request.context.computed_idx == 0 or request.weights != reader.weights:
-            return  # a transfer refuses other weights; this engine's caller does so here
+            return  # the managers do not know which weights came with a reset, so the caller must refuse them
         try:
             one = self.exported(request)
         except KVCacheError:
@@ -687,6 +729,7 @@ class Pair:
             (self.hand_overs, self.hand_over),
             (2, self.end_hand_over),
             (RESETS, self.reset),
+            (SWITCHES, engine.switch),
         ]
         if engine.has_lower and not self.open:
             moves.append((0.5, engine.restart))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvcache import BlockTable, BlockTableMismatchError, TextContext
-from tests.kvcache.contents_oracle import KINDS, Engine, HandOver, Pair, Request
+from kvcache import BlockTable, BlockTableMismatchError, KVCacheError, TextContext
+from kvcache.replica import hashing
+from kvcache.replica.replica import Replica
+from kvcache.weights import Lineage, Weights
+from tests.kvcache.contents_oracle import KINDS, Engine, HandOver, Pair, Request, WrongContentError
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -19,9 +23,56 @@ def test_each_request_sees_only_its_own_kv(kind: str, tmp_path: Path) -> None:
     for seed in range(12):
         reached += Pair(kind, seed, tmp_path).run(300)
     events = ["hits", "forks", "imports", "leases", "preemptions", "steps of a batch", "resets", "bytes of objects"]
+    events.append("switches")
     if "states" not in KINDS[kind]:
-        events.append("steps in flight")
+        events += ["steps in flight", "switches with steps in flight"]
     assert min(reached[event] for event in events) > 0, reached
+
+
+def without_version(algorithm: Any, page_size: int, salt: str | None, _weights: Any = None) -> Any:
+    return SEEDED(algorithm, page_size, salt)
+
+
+def stays_in_its_segment(replica: Replica, row: int | None) -> Lineage:
+    return replica._lineages.get(row, replica.weights.now)
+
+
+def lineage_of_new_pages(replica: Replica, _row: int | None) -> Lineage:
+    return replica.weights.now
+
+
+def goes_on_unmarked(weights: Weights, lineage: Lineage, _committed: int) -> Lineage:
+    return Lineage(lineage.segments, weights.now.switches)
+
+
+def forks_anew(replica: Replica, parent: int, row: int, end: int) -> Any:
+    found = FORK(replica, parent, row, end)
+    replica._lineages[row] = replica.weights.now
+    return found
+
+
+SEEDED, FORK = hashing._seeded, Replica.fork
+# Each entry takes the version of the weights out of one place.
+VERSION_LEFT_OUT: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "of the chain": (hashing, "_seeded", without_version),
+    "of what a running request fills": (Replica, "lineage", stays_in_its_segment),
+    "of the request: it fills pages of the new version": (Replica, "lineage", lineage_of_new_pages),
+    "of a segment: pages of both versions have names of the old one": (Weights, "gone_on", goes_on_unmarked),
+    "of a fork": (Replica, "fork", forks_anew),
+}
+
+
+def many_pairs(kind: str) -> None:
+    for seed in range(60):
+        Pair(kind, seed).run(300)
+
+
+@pytest.mark.parametrize("left_out", VERSION_LEFT_OUT)
+def test_a_version_that_is_left_out_is_noticed(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, mutant = VERSION_LEFT_OUT[left_out]
+    monkeypatch.setattr(owner, name, mutant)
+    with pytest.raises((WrongContentError, KVCacheError)):
+        many_pairs("full")
 
 
 def tables_of(source: Engine, request: Request, length: int) -> Iterator[tuple[BlockTable, bool]]:

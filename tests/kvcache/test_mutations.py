@@ -155,7 +155,7 @@ def takes_changed_keys(_replica: Replica, _row: int, _context: Any) -> None:
     pass
 
 
-def fits_by_salt_alone(hasher: PrefixHasher, algorithm: Any, page_size: int, named: Any) -> bool:
+def fits_by_salt_alone(hasher: PrefixHasher, algorithm: Any, page_size: int, named: Any, _segments: Any) -> bool:
     return (hasher.algorithm, hasher.page_size, hasher.salt) == (algorithm, page_size, named[0])
 
 

@@ -30,6 +30,9 @@ HANDWRITTEN: tuple[Module, ...] = (
         "kvcache.replica.replica",
         [
             Mutation("Replica.find", "kept[:3] == (index.generation, first, last)", "kept[1:3] == (first, last)"),
+            Mutation("Replica.hasher", "self.lineage(row).segments", "self.lineage(None).segments"),
+            Mutation("Replica.lineage", "known.switches != now.switches", "False"),
+            Mutation("Replica.fork", "self._lineages[parent]", "self.weights.now"),
         ],
     ),
     Module(
@@ -41,7 +44,9 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.hashing",
         [
-            Mutation("PrefixHasher.fits", "self.salt == salt and self.extra_keys == keys", "self.salt == salt"),
+            Mutation("PrefixHasher.fits", "self.named == named", "self.salt == named[0]"),
+            Mutation("PrefixHasher.fits", " and self.segments == segments", ""),
+            Mutation("_seeded", "fields.append(weights)", "pass"),
             Mutation("PrefixHasher.copy", "_known(twin.running, self.known)", "bytearray(self.known)"),
             Mutation("_compiled", "except ImportError", "except OSError"),
         ],

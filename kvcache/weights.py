@@ -1,0 +1,160 @@
+"""`Weights`: the version of the model's weights, which is part of the name of every page.
+
+The KV of a token depends on the weights as it does on the tokens before it. So the version of the weights seeds the
+chain of page digests, beside the salt. Whatever finds pages by digest then keeps versions apart: the prefix index,
+block tables, lower tiers, KV events and other processes. A switch to another version drops no page and visits none. It
+only changes the seed of the names that are asked for from then on. If an earlier version comes back, its pages are
+found again in every tier.
+
+A request that runs on after a switch has KV of several versions. Its `Lineage` says which pages were computed under
+which version:
+
+    column      0     1     2     3     4     5
+    weights   └──── "a" ────┘ └── "b", after "a" ──┘      the switch came while page 2 was being filled
+    name      as any request   only this request and its forks know the mark of this segment
+              under "a"
+
+Pages 0 and 1 have the names that every request under "a" gives them. The names of the later pages contain a random
+mark, because their KV depends on where the switch came. So no other request finds them.
+"""
+
+import hashlib
+import os
+from typing import Literal, NamedTuple, get_args
+
+from kvcache.arguments import integer, refusal
+from kvcache.errors import InvalidParamsError, InvalidRequestError, KVCacheError
+
+Version = int | bytes | str | None
+"""The version of the weights as a caller gives it: a number below 2**128, 1 to 16 bytes, or a text, which is hashed.
+
+None means that the caller has not said which version it is.
+"""
+Running = Literal["finish"]
+"""What running requests do when the weights change. `finish`: they keep their pages, and run on."""
+_BYTES = 16
+_MARK_BYTES = 16
+
+
+class Segment(NamedTuple):
+    """A run of pages of one request, from column `first_page` on, that were computed under one version.
+
+    Attributes:
+        version: the version, as `version_bytes` returns it.
+        mark: random bytes, known to this request and its forks; empty if every request may share the pages.
+    """
+
+    first_page: int
+    version: bytes | None = None
+    mark: bytes = b""
+
+
+Segments = tuple[Segment, ...]
+UNSAID: Segments = (Segment(0),)
+"""The segments of every request as long as no version of the weights was given."""
+
+
+class Lineage(NamedTuple):
+    """The segments of a request's pages, and the number of switches that had come when the last segment began."""
+
+    segments: Segments
+    switches: int
+
+
+class Weights:
+    """The current version of the weights. All replicas of a manager share it.
+
+    Attributes:
+        now: the lineage of a request whose pages are all of the current version.
+
+    Examples:
+        >>> weights = Weights("step 1")
+        >>> old = weights.now
+        >>> weights.switch("step 2")
+        >>> weights.now.segments == old.segments, weights.now.switches
+        (False, 1)
+        >>> weights.switch("step 1")  # a rollback: the pages of step 1 have their names again
+        >>> weights.now.segments == old.segments
+        True
+    """
+
+    def __init__(self, version: Version = None) -> None:
+        self.now = Lineage((Segment(0, version_bytes("weights", version)),), 0)
+
+    @property
+    def version(self) -> bytes | None:
+        """The current version: 1 to 16 bytes, or None if none was given."""
+        return self.now.segments[0].version
+
+    def switch(self, version: Version) -> None:
+        """Make `version` the current one. Does nothing if it is the current one already."""
+        found = version_bytes("weights", version)
+        if found != self.version:
+            # One assignment, so that an interrupt finds either the old version or the new one.
+            self.now = Lineage((Segment(0, found),), self.now.switches + 1)
+
+    def gone_on(self, lineage: Lineage, committed: int) -> Lineage:
+        """Returns the lineage of a request of before a switch that goes on under the current version.
+
+        Its first `committed` pages are published. The next page may have tokens of both versions, so a new segment
+        begins with it.
+        """
+        kept = [segment for segment in lineage.segments if segment.first_page < committed]
+        own = Segment(committed, self.version, os.urandom(_MARK_BYTES))
+        return Lineage((*kept, own), self.now.switches)
+
+
+def version_bytes(name: str, version: Version, error: type[KVCacheError] = InvalidParamsError) -> bytes | None:
+    """Returns `version` as 1 to 16 bytes, or None.
+
+    A number becomes 16 bytes, most significant first. A text becomes the first 16 bytes of its sha256. Raises `error`,
+    which names the argument `name`, if `version` is anything else.
+
+    >>> version_bytes("weights", 258).hex(), len(version_bytes("weights", "step 3"))
+    ('00000000000000000000000000000102', 16)
+    """
+    needed = "an integer from 0 to 2**128 - 1, 1 to 16 bytes, UTF-8 text or None"
+    if version is None:
+        return None
+    if isinstance(version, str):
+        try:
+            return hashlib.sha256(b"weights\0" + version.encode()).digest()[:_BYTES]
+        except UnicodeEncodeError:
+            raise refusal(name, version, needed, error) from None
+    if isinstance(version, bytes) and 1 <= len(version) <= _BYTES:
+        return version
+    number = integer(version)
+    if number is None or not 0 <= number < 1 << 8 * _BYTES:
+        raise refusal(name, version, needed, error)
+    return number.to_bytes(_BYTES, "big")
+
+
+def check_running(running: object) -> Running:
+    """Returns `running`. Raises `InvalidRequestError` if it is not a `Running`."""
+    known: tuple[Running, ...] = get_args(Running)
+    for one in known:
+        if one == running:
+            return one
+    raise refusal("set_weights: running", running, f"one of {', '.join(known)}", InvalidRequestError)
+
+
+def own_keys(segments: Segments, page_size: int) -> tuple[tuple[int, bytes], ...]:
+    """Returns the extra keys that keep the pages of a request's marked segments to itself: `(position, key)`."""
+    return tuple(
+        (segment.first_page * page_size, b"weights\0" + segment.mark + (segment.version or b""))
+        for segment in segments
+        if segment.mark
+    )
+
+
+def last_name(segments: Segments) -> bytes:
+    """Returns the name of the last segment: its version and its mark; empty if no version was given.
+
+    It tells the weights of tokens that no digest covers.
+    """
+    return (segments[-1].version or b"") + segments[-1].mark
+
+
+def named_version(name: bytes) -> str:
+    """Returns the name of a segment, or its version, as a text for a message."""
+    return name.hex() or "of no version"

@@ -1,0 +1,429 @@
+"""Pages of another version of the weights are never found, and those of an earlier version are found again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcache.replica.imports
+from kvcache import (
+    Batch,
+    BlockTableMismatchError,
+    InterruptedCallError,
+    InvalidParamsError,
+    InvalidRequestError,
+    ManagerClosedError,
+    PagedKVCacheManager,
+    TextContext,
+)
+from kvcache.replica.hashing import PrefixHasher
+from kvcache.weights import Lineage, Segment, Segments, Weights, last_name, version_bytes
+from tests.kvcache.build import manager_of, run_once
+from tests.kvcache.served import Served
+
+PROMPT = [*range(22)]  # five full pages of four tokens, and two tokens
+
+
+def made(version: Any = "a", **options: Any) -> PagedKVCacheManager:
+    params = {"weights": version, **options.pop("params", {})}
+    return manager_of(params=params, **options)
+
+
+def begun(manager: PagedKVCacheManager, tokens: Sequence[int], name: str | None = None) -> TextContext:
+    """Returns a claimed request that has run its prompt."""
+    context = TextContext(tokens, 200, name)
+    manager.external_claim(context.request_id)
+    assert manager.maybe_reserve(context)
+    step(manager, [context])
+    return context
+
+
+def step(manager: PagedKVCacheManager, contexts: Sequence[TextContext], count: int = 1, token: int = 7) -> None:
+    for _ in range(count):
+        assert manager.reserve_batch(contexts).all()
+        manager.fetch(contexts)
+        if isinstance(contexts, Batch):
+            contexts.update(np.full(len(contexts), token))
+        else:
+            for one in contexts:
+                one.update(token)
+        manager.step(contexts)
+
+
+def found(manager: PagedKVCacheManager, tokens: Sequence[int]) -> int:
+    """Returns how many of the tokens a new request would find."""
+    return manager.admission(TextContext(tokens, 200)).cached_pages * manager.page_size
+
+
+# ---- versions
+
+
+def test_a_version_is_a_number_bytes_or_a_text() -> None:
+    assert version_bytes("weights", None) is None
+    assert version_bytes("weights", np.int64(3)) == bytes(15) + b"\3" == version_bytes("weights", 3)
+    assert version_bytes("weights", (1 << 128) - 1) == bytes([255]) * 16
+    assert version_bytes("weights", b"\3") == b"\3"
+    assert version_bytes("weights", "step 3") == hashlib.sha256(b"weights\0step 3").digest()[:16]
+
+
+@pytest.mark.parametrize("version", [-1, 1 << 128, b"", bytes(17), "\ud800", 1.5, True, [1]])
+def test_another_version_is_refused_and_changes_nothing(version: Any) -> None:
+    with pytest.raises(InvalidParamsError, match="weights"):
+        made(version)
+    manager = made()
+    run_once(manager, PROMPT)
+    with pytest.raises(InvalidRequestError, match=r"set_weights: version.*2\*\*128 - 1, 1 to 16 bytes"):
+        manager.set_weights(version)
+    with pytest.raises(InvalidRequestError, match="set_weights: running is 'drop': one of finish"):
+        manager.set_weights("b", "drop")  # type: ignore[arg-type]
+    assert manager.weights == version_bytes("", "a")
+    assert found(manager, PROMPT) == 20
+
+
+def test_a_version_is_one_more_field_of_the_first_seed() -> None:
+    def digests(salt: str | None, version: Any) -> bytes:
+        segments = (Segment(0, version_bytes("", version)),)
+        return PrefixHasher("sha256", 4, salt, (), segments).digests(np.arange(8), 0, 2).tobytes()
+
+    seed = b"pagewire/2" + b"\6\0\0\0sha256" + b"\1\0\0\0004" + b"\0\0\0\0" + b"\1\0\0\0w"
+    assert digests(None, b"w")[:32] == hashlib.sha256(seed + np.arange(4, dtype="<i4").tobytes()).digest()
+    every = [digests(*case) for case in [(None, None), (None, b"w"), (None, b"\0w"), ("w", None), ("w", b"w")]]
+    assert len(set(every)) == len(every)
+
+
+def test_a_lineage_keeps_the_segments_with_published_pages() -> None:
+    weights = Weights("a")
+    first = weights.now
+    weights.switch("b")
+    second = weights.gone_on(first, 5)
+    weights.switch("a")
+    third, again = (weights.gone_on(second, committed) for committed in (9, 5))
+    assert [(one.first_page, one.version) for one in third.segments] == [
+        (0, weights.version),
+        (5, version_bytes("", "b")),
+        (9, weights.version),
+    ]
+    assert [one.first_page for one in again.segments] == [0, 5]
+    marks = {one.mark for lineage in (second, third, again) for one in lineage.segments}
+    assert len(marks) == 4, "a mark for each segment, and none for the first"
+    assert weights.gone_on(first, 0).segments[0].mark, "a first page of two versions is nobody else's"
+    assert last_name(third.segments) != last_name(first.segments) == weights.version
+
+
+# ---- new and waiting requests
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxh3_128"])
+def test_nothing_of_another_version_is_found_and_a_rollback_finds_all(algorithm: str) -> None:
+    manager = made(params={"hash_algorithm": algorithm})
+    assert run_once(manager, PROMPT) == 0
+    manager.set_weights("b")
+    assert found(manager, PROMPT) == run_once(manager, PROMPT) == 0
+    assert run_once(manager, PROMPT) == 20
+    for version in ("a", "b", None, "a"):
+        manager.set_weights(version)
+        assert found(manager, PROMPT) == (0 if version is None else 20)
+
+
+def test_a_waiting_request_gets_the_version_of_its_next_lookup() -> None:
+    manager = made()
+    run_once(manager, PROMPT)
+    waits = TextContext(PROMPT, 200)
+    assert manager.admission(waits).cached_pages == 5
+    digests = manager.contents.digests(waits)
+    manager.set_weights("b")
+    assert manager.admission(waits).cached_pages == 0
+    assert manager.contents.digests(waits) != digests
+    manager.external_claim(waits.request_id)
+    assert manager.maybe_reserve(waits)
+    assert waits.start_idx == 0
+
+
+def test_the_same_version_changes_nothing() -> None:
+    manager = made()
+    runs = begun(manager, PROMPT)
+    manager.set_weights("a")
+    step(manager, [runs], 4)
+    assert found(manager, [*PROMPT, 7, 7, 0]) == 24, "its page is everybody's"
+
+
+def test_every_tier_keeps_several_versions(tmp_path: Path) -> None:
+    files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 0.01, "file_tier_key": "model"}
+    served = Served(6, 40, params={"weights": "a", **files})
+    assert served.serve(PROMPT) == 0
+    served.manager.set_weights("b")
+    assert served.serve([*PROMPT, 9]) == 0
+    assert served.serve([*range(50, 72)]) == 0  # the device has room for one of them
+    served.manager.set_weights("a")
+    assert served.serve(PROMPT) == 20
+    assert served.manager.metrics.h2d_blocks_copied > 0
+    served.manager.close()
+    later = Served(6, 40, params={"weights": "b", **files})
+    assert later.again(PROMPT) == 20
+    later.manager.set_weights("c")
+    assert later.again(PROMPT) == 0
+    later.manager.close()
+
+
+# ---- running requests
+
+
+def as_list(_manager: PagedKVCacheManager, context: TextContext) -> Sequence[TextContext]:
+    return [context]
+
+
+def as_batch(manager: PagedKVCacheManager, context: TextContext) -> Sequence[TextContext]:
+    return manager.batch([context])
+
+
+@pytest.mark.parametrize("how", [as_list, as_batch])
+def test_a_running_request_finishes_with_pages_of_its_own(
+    how: Callable[[PagedKVCacheManager, TextContext], Sequence[TextContext]],
+) -> None:
+    manager = made()
+    runs = begun(manager, PROMPT)
+    contexts = how(manager, runs)
+    step(manager, contexts, 5)  # another page is full
+    before = manager.get_req_blocks(runs.request_id)
+    manager.set_weights("b")
+    step(manager, contexts, 8)
+    assert manager.get_req_blocks(runs.request_id)[: len(before)] == before
+    tokens = runs.tokens.tolist()
+    assert found(manager, tokens) == 0
+    manager.set_weights("a")
+    assert found(manager, tokens) == 24
+    step(manager, contexts, 8)
+    assert found(manager, runs.tokens.tolist()) == 24, "its KV is still of both versions"
+    manager.release(runs.request_id)
+    assert found(manager, tokens) == 24
+
+
+def test_a_request_that_goes_on_finds_no_more_pages_of_before() -> None:
+    manager = made()
+    run_once(manager, [*range(40)])
+    runs = TextContext([*range(16), *range(60, 84)], 200)
+    manager.external_claim(runs.request_id)
+    assert manager.maybe_reserve(runs)
+    runs.set_token_indices(active_idx=20)
+    manager.fetch([runs])
+    run_once(manager, [*range(16), *range(60, 84)])
+    runs.update(0)
+    manager.set_weights("b")
+    manager.step([runs])
+    runs.set_token_indices(active_idx=24)
+    assert manager.maybe_reserve(runs)
+    assert runs.start_idx == 20
+
+
+def test_forks_share_the_lineage_and_then_go_their_own_ways() -> None:
+    manager = made()
+    runs = begun(manager, PROMPT)
+    manager.set_weights("b")
+    step(manager, [runs], 3)
+    twin = runs.fork()
+    assert manager.fork(runs, twin)
+    step(manager, [runs, twin], 5)
+    pages = [manager.get_req_blocks(one.request_id) for one in (runs, twin)]
+    assert pages[0][:7] == pages[1][:7], "the same tokens under the same weights"
+    manager.set_weights("c")
+    step(manager, [runs, twin], 8)
+    pages = [manager.get_req_blocks(one.request_id) for one in (runs, twin)]
+    assert pages[0][:7] == pages[1][:7]
+    assert not {*pages[0][7:]} & {*pages[1][7:]}, "each has its own mark since the switch"
+
+
+def test_a_released_request_begins_anew_under_the_current_weights() -> None:
+    manager = made()
+    runs = begun(manager, PROMPT)
+    manager.set_weights("b")
+    step(manager, [runs], 8)
+    manager.release(runs.request_id)
+    assert manager.admission(runs).cached_pages == 0
+    manager.external_claim(runs.request_id)
+    assert manager.maybe_reserve(runs)
+    step(manager, [runs])
+    assert found(manager, runs.tokens.tolist()) == 28, "all of its pages are of one version again"
+
+
+def test_a_lease_keeps_its_pages_after_a_switch() -> None:
+    manager = made()
+    runs = begun(manager, PROMPT)
+    lease = manager.lease(runs.request_id)
+    pages = manager.block_table(runs.request_id).groups
+    manager.set_weights("b")
+    manager.release(runs.request_id)
+    assert manager.num_held_blocks == 6
+    manager.set_weights("a")
+    assert begun(manager, PROMPT, "again").start_idx == 22
+    assert manager.get_req_blocks("again")[:5] == [*pages[0][:5]]
+    manager.end_lease(lease)
+
+
+def test_a_recovered_manager_has_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = made(checks=False)
+    run_once(manager, PROMPT)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(Weights, "switch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            manager.set_weights("b")
+    with pytest.raises(InterruptedCallError, match="set_weights was interrupted"):
+        manager.admission(TextContext(PROMPT, 200))
+    assert manager.recover().call == "set_weights"
+    assert manager.weights == version_bytes("", "b")
+    assert found(manager, PROMPT) == 0
+    manager.close()
+    with pytest.raises(ManagerClosedError):
+        manager.set_weights("c")
+
+
+# ---- block tables and imports
+
+
+def imported(source: PagedKVCacheManager, reader: PagedKVCacheManager, runs: TextContext, **how: Any) -> Any:
+    """Returns an import of the request's table, and the context that waits for it."""
+    table = source.block_table(runs.request_id, **how)
+    waits = TextContext(runs.tokens, 200)
+    reader.external_claim(waits.request_id)
+    pending = reader.import_block_table(waits, table, partial=bool(how))
+    assert pending is not None
+    return pending, waits
+
+
+def committed(reader: PagedKVCacheManager, pending: Any, waits: TextContext) -> None:
+    copier = reader.copier(pending)
+    copier.take()
+    reader.commit_import(waits, pending, copier.prove())
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_table_of_other_weights_is_refused(caching: bool) -> None:
+    source, reader = made("a", caching=caching), made("b")
+    runs = begun(source, PROMPT)
+    with pytest.raises(BlockTableMismatchError, match="weights"):
+        imported(source, reader, runs)
+    source.set_weights("b")
+    step(source, [runs])
+    with pytest.raises(BlockTableMismatchError, match="weights"):
+        imported(source, reader, runs)
+    assert reader.num_held_blocks == 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_last_page_of_two_versions_is_refused_by_readers_of_both(caching: bool) -> None:
+    source = made("a", caching=caching)
+    runs = begun(source, PROMPT[:21])
+    source.set_weights("b")
+    step(source, [runs], 2)  # no page is full of them
+    for version in ("a", "b"):
+        with pytest.raises(BlockTableMismatchError, match="weights"):
+            imported(source, made(version), runs)
+    if caching:  # the pages before are of one version
+        pending, _ = imported(source, reader := made("a"), runs, full_pages=True)
+        assert pending.num_tokens == 20
+        reader.cancel_import(pending)
+
+
+def test_an_import_that_began_before_a_switch_publishes_under_no_version() -> None:
+    source, reader = made("a"), made("a")
+    runs = begun(source, PROMPT)
+    pending, waits = imported(source, reader, runs)
+    reader.set_weights("b")
+    committed(reader, pending, waits)
+    assert found(reader, PROMPT) == 0
+    reader.set_weights("a")
+    assert found(reader, PROMPT) == 0
+
+
+def test_pages_that_nobody_waits_for_are_published_under_the_version_of_their_table() -> None:
+    source, reader = made("a"), made("a")
+    runs = begun(source, [*range(20)])
+    table = source.block_table(runs.request_id)
+    pending = reader.contents.import_pages(TextContext(PROMPT, 200), 0, table)
+    assert pending is not None
+    reader.set_weights("b")
+    copier = reader.copier(pending)
+    copier.take()
+    reader.contents.commit_pages(pending, copier.prove())
+    assert found(reader, PROMPT) == 0
+    reader.set_weights("a")
+    assert found(reader, PROMPT) == 20
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_switch_during_a_pull_lets_it_go_on_in_its_own_version_or_fail(caching: bool) -> None:
+    source, reader = made("a", caching=caching), made("a", caching=caching)
+    runs = TextContext(PROMPT, 200)
+    source.external_claim(runs.request_id)
+    runs.set_token_indices(active_idx=12)
+    step(source, [runs])
+    pending, waits = imported(source, reader, runs, full_pages=True)
+    step(source, [runs])
+    table = source.block_table(runs.request_id)
+    reader.set_weights("b")
+    if not caching:
+        with pytest.raises(BlockTableMismatchError, match="no digests"):
+            reader.extend_import(waits, pending, source.block_table(runs.request_id, full_pages=True), last=False)
+        return
+    reader.extend_import(waits, pending, source.block_table(runs.request_id, full_pages=True), last=False)
+    fresh = made("b", caching=caching)
+    other = begun(fresh, [*PROMPT, 5])
+    with pytest.raises(BlockTableMismatchError, match="weights"):
+        reader.extend_import(waits, pending, fresh.block_table(other.request_id, full_pages=True), last=False)
+    assert table.weights == version_bytes("", "a")
+
+
+# ---- each place that carries the version
+
+
+def hashers_of_before(batch: Batch, at: list[int], hasher_of: Any) -> Any:
+    batch._hashed_under = batch._every.weights.now
+    return HASHERS(batch, at, hasher_of)
+
+
+def goes_on_unmarked(weights: Weights, lineage: Lineage, _committed: int) -> Lineage:
+    return Lineage(lineage.segments, weights.now.switches)
+
+
+def tells_nothing(_segments: Segments) -> bytes:
+    return b""
+
+
+HASHERS = Batch.hashers
+LEFT_OUT: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
+    "a batch keeps its hashers": (
+        Batch,
+        "hashers",
+        hashers_of_before,
+        lambda: test_a_running_request_finishes_with_pages_of_its_own(as_batch),
+    ),
+    "a table does not tell its last tokens": (
+        kvcache.replica.imports,
+        "last_name",
+        tells_nothing,
+        lambda: test_a_last_page_of_two_versions_is_refused_by_readers_of_both(caching=True),
+    ),
+    "a segment begins with no mark": (
+        Weights,
+        "gone_on",
+        goes_on_unmarked,
+        lambda: test_a_running_request_finishes_with_pages_of_its_own(as_list),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LEFT_OUT)
+def test_a_version_that_is_left_out_is_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, mutant, noticed = LEFT_OUT[what]
+    noticed()
+    monkeypatch.setattr(owner, name, mutant)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        noticed()
