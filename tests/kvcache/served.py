@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,18 @@ from tests.kvcache.build import manager_of
 from tests.kvcache.kv import KVTokens
 
 SIZE = 4
+# In seconds. A busy machine may delay a thread by many seconds. The limit is below 60 s, which a call to a store may
+# take in most tests, so a request that waits for a store that hangs makes its test fail.
+LONGEST_WAIT_S = 50.0
 Keys = tuple[tuple[int, bytes], ...]
+
+
+def until(condition: Callable[[], object], seconds: float = LONGEST_WAIT_S) -> None:
+    """Waits until a thread has made the condition true. Only a test that fails waits as long as `seconds`."""
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, f"it was not so after {seconds:g} s"
+        time.sleep(0.001)
 
 
 class Served:
@@ -64,12 +75,10 @@ class Served:
         self.names += 1
         return TextContext([*tokens], 256, f"r{self.names}", cache_salt=salt)
 
-    def fetch(self, tokens: Iterable[int], salt: str | None = None, seconds: float = 10.0) -> None:
+    def fetch(self, tokens: Iterable[int], salt: str | None = None, seconds: float = LONGEST_WAIT_S) -> None:
         """Waits for a prompt's pages, as a scheduler does before it claims a request."""
-        context, ends = self.waiting(tokens, salt), time.monotonic() + seconds
-        while self.manager.prefetch(context):
-            assert time.monotonic() < ends
-            time.sleep(0.001)
+        context = self.waiting(tokens, salt)
+        until(lambda: not self.manager.prefetch(context), seconds)
 
     def again(self, tokens: Iterable[int], salt: str | None = None, **options: Any) -> int:
         """Calls `fetch` for the prompt, then `serve`."""

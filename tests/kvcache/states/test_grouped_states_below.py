@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from kvcache import NoFreeRowError, NoFreeStatePageError, PagedKVCacheManager, T
 from kvcache.tiers.tiers import StateTier
 from tests.kvcache.random_model import seam
 from tests.kvcache.replica.test_further_tables import gone
+from tests.kvcache.served import until
 from tests.kvcache.states.test_grouped_states import NEXT, PROMPT, SIZE, make, run, served, start, without_state_at
 from tests.kvcache.tiers.stored_objects import StoredObjects
 
@@ -229,10 +229,8 @@ def stored(store: StoredObjects, copies: int | None = 20, count: int = 4, **opti
 
 def fetched(manager: PagedKVCacheManager, tokens: list[int]) -> None:
     """Waits for the pages of a prompt, as a scheduler does."""
-    context, deadline = TextContext(tokens, 256, "waits"), time.monotonic() + 20
-    while manager.prefetch(context):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    context = TextContext(tokens, 256, "waits")
+    until(lambda: not manager.prefetch(context))
     manager.check()
 
 

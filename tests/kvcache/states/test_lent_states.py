@@ -13,7 +13,7 @@ import torch
 
 from kvcache import BlockTable, BlockTableMismatchError, LayerGroup, PageDigests, PageLease, TextContext
 from tests.kvcache.kv import kv_of
-from tests.kvcache.served import SIZE
+from tests.kvcache.served import LONGEST_WAIT_S, SIZE
 from tests.kvcache.states.served_states import ServedStates
 
 PROMPT = [*range(1, 42)]  # ten full pages of 4 tokens, and one more token
@@ -140,7 +140,7 @@ def brought(it: ServedStates) -> int:
     """Asks for the pages of the prompt, as a reader does, until no page is being loaded any more. Returns the number of
     questions.
     """
-    asked, deadline = 0, time.monotonic() + 10
+    asked, deadline = 0, time.monotonic() + LONGEST_WAIT_S
     while it.manager.contents.bring("theirs", 0, wanted(it), 100):
         it.manager.check()
         asked += 1

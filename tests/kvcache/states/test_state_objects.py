@@ -266,8 +266,8 @@ def test_a_store_that_fails_after_the_lookup_is_left_alone(served: Make, store: 
             tiers.host.pool.forget()
     store.fails = True
     calls = len(store.calls)
-    again.fetch(PROMPT, seconds=20.0)
-    again.fetch(PROMPT, seconds=20.0)
+    again.fetch(PROMPT)
+    again.fetch(PROMPT)
     settled(again)  # After the read of the state has failed, no request waits for the pages any more.
     # If both reads fail, the read of the state may have begun before the read of the pages failed.
     tried = store.calls[calls:]

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcache.tiers.object_tier import ObjectTier
 from kvcache.types import ObjectIO, ObjectRange, Part
-from tests.kvcache.served import Served
+from tests.kvcache.served import LONGEST_WAIT_S, Served, until
 
 COUNT = 4  # The number of pages in an object.
 # Ways to damage an object. "longer" adds extra bytes at the end of the object. All of its pages are then still right,
@@ -65,7 +65,7 @@ class StoredObjects:
         self.may.clear()
         began = time.monotonic()
         assert reserve()
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < LONGEST_WAIT_S
         self.may.set()
 
     def damage(self, key: str, how: str, rng: np.random.Generator) -> bool:
@@ -108,13 +108,13 @@ def objects_of(it: Served) -> ObjectTier:
 
 def settled(it: Served) -> None:
     """Waits until the threads of the object tiers have nothing to do."""
-    for _ in range(10_000):
+
+    def is_done() -> bool:
         for tier in tiers_of(it):
             tier.tick()
-        if not any(tier._reader.jobs or tier._writer.jobs or tier._queue for tier in tiers_of(it)):
-            return
-        time.sleep(0.001)
-    raise AssertionError("the threads have not finished their work")
+        return not any(tier._reader.jobs or tier._writer.jobs or tier._queue for tier in tiers_of(it))
+
+    until(is_done)
 
 
 def forget_host(it: Served) -> None:

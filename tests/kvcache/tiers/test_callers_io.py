@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from kvcache import InvalidParamsError
 from kvcache.tiers.page_files import SystemIO
-from tests.kvcache.served import Served
+from tests.kvcache.served import Served, until
 from tests.kvcache.tiers.stored_objects import COUNT, StoredObjects, forget_host, objects_of, settled
 
 PROMPT = [*range(1, 34)]
@@ -63,13 +62,6 @@ class _Client:
         return lambda *told: ANSWERS[self._store.fault](call(*told))
 
 
-def waits(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("fault", ["raises", *ANSWERS])
 def test_a_store_that_fails_in_any_way_counts_as_one_that_fails(call: str, fault: str) -> None:
@@ -93,7 +85,7 @@ def test_a_store_that_fails_in_any_way_counts_as_one_that_fails(call: str, fault
         it.manager.fetch([])
         return it.manager.metrics.object_store_failures > 0
 
-    waits(lambda: may_be_fine or has_failed())
+    until(lambda: may_be_fine or has_failed())
     it.manager.check()
     store.broken, tier._paused_until = (), 0.0
     it.serve(PROMPT)

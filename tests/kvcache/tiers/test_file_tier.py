@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ from kvcache.tiers import file_tier as module
 from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.page_files import FileFormat, SystemIO
 from kvcache.tiers.page_folder import PageFolder
-from tests.kvcache.served import Served
+from tests.kvcache.served import LONGEST_WAIT_S, Served, until
 
 PROMPT = range(17)  # four full pages of 4 tokens, and one more token
 Make = Callable[..., Served]
@@ -70,6 +70,16 @@ def down(it: Served) -> None:
     """Makes the manager write all published pages to files."""
     it.tiers.store_all()
     files_of(it).flush()
+
+
+def looks_again(it: Served) -> None:
+    """Makes the manager scan its folder once more."""
+    files = files_of(it)
+    files.flush()
+    files._scanned = -math.inf
+    files.tick()
+    assert len(files._writer.jobs) == 1
+    files.flush()
 
 
 def test_a_restart_finds_what_was_written(served: Make) -> None:
@@ -319,24 +329,15 @@ def test_the_least_recently_used_file_goes_first(served: Make) -> None:
     assert [again.serve([first, *range(28)]) for first in (100, 200, 300)] == [28, 0, 28]
 
 
-def test_processes_find_each_others_files(served: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_RESCAN_S", 0.0)
+def test_processes_find_each_others_files(served: Make) -> None:
     one, two = served(), served()
     one.serve(PROMPT)
     down(one)
-    for _ in range(200):
-        files_of(two).tick()
-        time.sleep(0.005)
-        if len(files_of(two)._index.names):
-            break
+    looks_again(two)
     assert two.serve(PROMPT) == 16
     for path in page_files(files_of(one)._folder.path):
         path.unlink()
-    for _ in range(200):
-        files_of(two).tick()
-        time.sleep(0.005)
-        if not files_of(two)._index.names:
-            break
+    looks_again(two)
     files_of(two).check()
     assert not files_of(two)._index.names
 
@@ -367,20 +368,12 @@ def test_a_reset_that_joins_a_neighbour_s_folder_finds_none_of_the_files_that_ar
     down(it)
     neighbour.manager.reset_prefix_cache()  # new weights
     assert files_of(neighbour)._folder.path == files_of(it)._folder.path
-    files_of(neighbour)._scanned = 0.0  # looks into the folder again
-    for _ in range(200):
-        files_of(neighbour).tick()
-        time.sleep(0.005)
+    looks_again(neighbour)
     assert not files_of(neighbour)._index.names
     assert neighbour.serve(PROMPT) == 0
     it.serve(range(300, 320))  # what comes later is shared
     down(it)
-    for _ in range(400):
-        files_of(neighbour)._scanned = 0.0
-        files_of(neighbour).tick()
-        time.sleep(0.005)
-        if files_of(neighbour)._index.names:
-            break
+    looks_again(neighbour)
     assert files_of(neighbour)._index.names
 
 
@@ -581,7 +574,7 @@ class SlowReads(SystemIO):
     may = threading.Event()
 
     def read(self, file: int, parts: Any, offset: int) -> None:
-        self.may.wait(10)
+        self.may.wait(LONGEST_WAIT_S)
         super().read(file, parts, offset)
 
 
@@ -599,10 +592,7 @@ def test_prefetch_brings_pages_before_the_request_is_claimed(served: Make) -> No
     assert again.manager.prefetch(context)
     assert again.manager.prefetch(context)
     SlowReads.may.set()
-    for _ in range(400):
-        if not again.manager.prefetch(context):
-            break
-        time.sleep(0.005)
+    until(lambda: not again.manager.prefetch(context))
     assert again.manager.metrics.file_blocks_read == 4
     assert again.manager.maybe_reserve(context)
     assert context.start_idx == 16

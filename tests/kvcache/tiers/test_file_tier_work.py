@@ -232,7 +232,7 @@ class SlowWrites(SystemIO):
     may = threading.Event()
 
     def write(self, *given: Any) -> None:
-        self.may.wait(30)
+        self.may.wait(50)
         super().write(*given)
 
 

@@ -210,7 +210,7 @@ def test_a_slot_has_one_part_in_the_memory_of_each_shard() -> None:
 def test_a_thread_of_a_tier_runs_its_jobs_one_after_the_other() -> None:
     may_end = threading.Event()
     with TierThread("test") as thread:
-        first = thread.submit(may_end.wait, 10)
+        first = thread.submit(may_end.wait, 50)
         second = thread.submit(first.done)
         wait([second], 0.1)
         may_end.set()

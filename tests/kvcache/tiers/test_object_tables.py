@@ -16,7 +16,7 @@ import pytest
 from kvcache import LayerGroup, TextContext
 from kvcache.tiers import object_tier as module
 from tests.kvcache.replica.tables_below import TWO, WINDOW, Make, fill
-from tests.kvcache.served import SIZE, Served
+from tests.kvcache.served import SIZE, Served, until
 from tests.kvcache.tiers import stored_objects
 from tests.kvcache.tiers.stored_objects import COUNT, StoredObjects, forget_host, objects_of, settled
 from tests.kvcache.tiers.test_object_tier_contract import LONG
@@ -219,8 +219,7 @@ def test_an_answer_that_comes_between_two_looks_is_another_question(
     with monkeypatch.context() as patched:
         patched.setattr(tier, "ask", late)
         assert again.manager.prefetch(context)
-    while again.manager.prefetch(context):
-        time.sleep(0.001)
+    until(lambda: not again.manager.prefetch(context))
     assert again.manager.maybe_reserve(context)
     assert context.start_idx == 32
     again.run(context)
@@ -250,11 +249,12 @@ def test_pages_in_a_store_are_loaded_for_any_reader_that_asks(served: Make) -> N
     written(served)
     again = served()
     wanted = again.manager.contents.digests(TextContext([*PROMPT], 256, "theirs"))
-    ends = time.monotonic() + 20
-    while again.manager.contents.bring("theirs", 0, wanted, 100):
-        assert time.monotonic() < ends
+
+    def is_brought() -> bool:
         again.manager.check()
-        time.sleep(0.002)
+        return not again.manager.contents.bring("theirs", 0, wanted, 100)
+
+    until(is_brought)
     found = again.manager.contents.lease("theirs", 0, wanted, 100)
     assert found is not None
     assert [*map(len, found[1].groups)] == [12, 2]

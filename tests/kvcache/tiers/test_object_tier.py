@@ -20,7 +20,7 @@ from kvcache.tiers import object_tier as module
 from kvcache.tiers.host_tier import Job
 from kvcache.tiers.object_tier import ReadRates
 from kvcache.under_way import Call
-from tests.kvcache.served import Served
+from tests.kvcache.served import LONGEST_WAIT_S, Served
 from tests.kvcache.states.served_states import ServedStates
 from tests.kvcache.tiers.stored_objects import (
     COUNT,
@@ -330,7 +330,7 @@ def test_an_epoch_that_is_broken_is_a_miss_until_a_reset(served: Make, store: St
     it.serve(PROMPT)
     it.manager.close()
     (current,) = store.objects.keys() - store.pages.keys()
-    for content in (b"", b"?" * 32, store.objects[current][:-1], store.objects[current] + b"?"):
+    for content in (b"", b"?" * 32, store.objects[current][:-8], store.objects[current] + b"?"):
         store.objects[current] = content
         again = served()
         again.fetch(PROMPT)
@@ -367,7 +367,7 @@ def test_a_request_that_waits_for_free_pages_uses_the_pages_that_come_from_the_s
     again = served()
     holder, waiting = again.claim(range(1000, 1040)), again.claim(PROMPT)
     assert again.manager.maybe_reserve(holder)
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + LONGEST_WAIT_S
     while again.manager.metrics.object_blocks_read < 8:  # No step runs, so only these calls handle answers.
         store.may.clear()
         assert not again.manager.maybe_reserve(waiting)
