@@ -26,6 +26,7 @@ from kvcache.errors import (
     StatePageError,
     UnknownArgumentError,
     UnknownRequestError,
+    WeightsChangedError,
 )
 from kvcache.eviction_order import EvictionOrder
 from kvcache.layer_groups import GroupTable, LayerGroup, LayerTables
@@ -106,6 +107,7 @@ __all__ = [
     "TextContext",
     "UnknownArgumentError",
     "UnknownRequestError",
+    "WeightsChangedError",
     "__version__",
     "page_rows",
 ]

@@ -61,12 +61,12 @@ class Claims:
         self._replicas[chosen].check_free(request_id)
         return chosen
 
-    def claim(self, request_id: RequestID, replica_idx: int) -> int:
-        """Bind a free row of the replica to the request, and return the row.
+    def claim(self, request_id: RequestID, replica_idx: int, row: int | None = None) -> int:
+        """Bind a free row of the replica to the request, and return the row. `row`, if given, must be free.
 
         `free_at` must have returned the replica.
         """
-        row = self._replicas[replica_idx].claim(request_id)
+        row = self._replicas[replica_idx].claim(request_id, row)
         self.places[request_id] = replica_idx * self._rows_per_replica + row
         return row
 
@@ -150,14 +150,21 @@ class Claims:
         self._releases += 1
 
     def claim_anew(self, request_id: RequestID, replica_idx: int) -> int:
-        """Free the pages of a request that has no leases, and claim the request again. Returns its new row."""
+        """Free the pages of a request, and claim the request again. Returns its row, which stays the same.
+
+        Leases of the request keep the pages that they hold. They are not leases of the new claim.
+        """
         # a copy of a state to the device may hold the state page that the new claim needs
         self._replicas[replica_idx].kept.finish_loads()
         place, context = self.leaving(request_id)
         if context is not None:
             context.stop_counting()
         self._free(request_id, place, context)
-        return self.claim(request_id, replica_idx)
+        return self.claim(request_id, replica_idx, place % self._rows_per_replica)
+
+    def look_again(self) -> None:
+        """Let every batch look at its requests again, because some of them must do something else next."""
+        self._releases += 1
 
     def clear(self) -> None:
         """Forget every request after an interrupt, when the rows are free. As in `release`, contexts start anew."""

@@ -33,6 +33,10 @@ class InvalidRequestError(KVCacheError, ValueError):
     """An argument of a call is invalid, or does not fit the request or the manager."""
 
 
+class WeightsChangedError(InvalidRequestError):
+    """The weights changed while the request ran, and `set_weights` was told to stop such requests."""
+
+
 class AlreadyClaimedError(KVCacheError, ValueError):
     """The request id already has a row."""
 

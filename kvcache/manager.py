@@ -269,7 +269,8 @@ class PagedKVCacheManager(Uncopied):
         mark.call, mark.context = _RESERVE, context
         try:
             # The request cannot run in the pages of its cancelled import, so they are freed, unless they are leased.
-            if row in replica.imports.to_give_back and row not in replica.leases.of_row:
+            gives_back = row in replica.imports.to_give_back and row not in replica.leases.of_row
+            if gives_back or replica.begins_anew(row, "maybe_reserve"):
                 row, place = self._claims.claim_anew(context.request_id, replica_idx), -1
             reserved = self._replicas.reserve(replica_idx, row, context, num_steps)
         except Exception as error:
@@ -289,7 +290,7 @@ class PagedKVCacheManager(Uncopied):
         num_steps = arguments.steps(num_steps)
         gathered = self._claims.gather(batch, "reserve_batch")
         self._look_for_reset()
-        return self._replicas.reserve_batch(gathered, num_steps, self._claims.bind)
+        return self._replicas.reserve_batch(gathered, num_steps, self._claims.bind, self._claims.claim_anew)
 
     def fork(self, parent: Context, child: Context, num_steps: int = 1) -> bool:
         """Claim `child` on the parent's replica, with everything that the parent had computed by its last `step`.
@@ -643,18 +644,26 @@ class PagedKVCacheManager(Uncopied):
         again, its pages are found again as far as they are still there. The call takes microseconds, however many pages
         there are, and may come at any time. A step counts for the new version unless `step` was called for it before.
 
-        `running` says what becomes of requests that have pages. With "finish", they keep them and run on, so that their
-        KV is of both versions. The pages that they fill from now on are found by nobody but their forks. Leases and
-        imports go on, and keep the pages of their version.
+        `running` says what becomes of requests that have pages:
+
+        - "finish": they keep their pages and run on, so that their KV is of both versions. The pages that they fill
+          from now on are found by nobody but their forks.
+        - "recompute": their next `maybe_reserve` or `reserve_batch` gives their pages back, as a preemption does. They
+          then run from the start, or from a hit of the current version. Until then, `fetch` raises `NotReservedError`.
+        - "stop": every later call for them that would run them raises `WeightsChangedError` until they are released.
+
+        Steps in flight, leases and imports go on with the pages that they have. Leases keep these, whatever the request
+        does. An import that is committed later counts as a request that ran before.
 
         Does nothing if `version` is the current one. Raises `InvalidRequestError` if an argument is invalid.
         """
         self._mark.check("set_weights")
         found = version_bytes("set_weights: version", version, InvalidRequestError)
         check_running(running)
-        switch = functools.partial(self._replicas.set_weights, found)
+        switch = functools.partial(self._replicas.set_weights, found, running)
         with self._mark.changing(Call("set_weights", switch)):
             switch()
+            self._claims.look_again()
 
     # ---- resets, recovery and the end
 

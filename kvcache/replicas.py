@@ -33,9 +33,9 @@ from kvcache.states.state_memory import room_apart, room_in_slabs, state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight, StepsInFlight
 from kvcache.tiers.tiers import Tiers, divide_tiers, page_tiers, state_tiers
-from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs
+from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID
 from kvcache.under_way import Call, UnderWay
-from kvcache.weights import Version, Weights
+from kvcache.weights import MUST, Running, Version, Weights
 
 _FETCH, _STEP, _RESERVE = Call("fetch"), Call("step"), Call("reserve_batch")
 
@@ -199,11 +199,16 @@ class Replicas:
         return True
 
     def reserve_batch(
-        self, gathered: Gathered, num_steps: int, bind: Callable[[Context, int, int], None]
+        self,
+        gathered: Gathered,
+        num_steps: int,
+        bind: Callable[[Context, int, int], None],
+        claim_anew: Callable[[RequestID, int], int],
     ) -> NDArray[np.bool_]:
         """Reserve pages for each request. Returns bool `[batch]`. Raises before any request is changed.
 
-        For each context that got its first pages, calls `bind` with the context, its replica and its row. There is one
+        For each context that got its first pages, calls `bind` with the context, its replica and its row. Calls
+        `claim_anew`, with a request and its replica, for each request that must begin anew. There is one
         exception: if a caller's own context raises when its indices are set, the requests before it keep their pages.
         """
         if gathered.slack >= num_steps - 1 or self._reserve_decoding(gathered, num_steps):
@@ -214,14 +219,18 @@ class Replicas:
         contexts = [read_context(context) for context in gathered.contexts]
         for (replica_idx, row), context in zip(at_rows, contexts, strict=True):
             replica = self.each[replica_idx]
-            replica.refuse_reservation(row, context, "reserve_batch")
+            is_new = not replica.rows.num_pages.item(row) or replica.begins_anew(row, "reserve_batch")
+            if not is_new:
+                replica.refuse_reservation(row, context, "reserve_batch")
             # A row without pages has computed nothing, whatever its context says: it may have been preempted.
-            start = context.start_idx if replica.rows.num_pages.item(row) else 0
+            start = 0 if is_new else context.start_idx
             replica.length_of(context, num_steps, start)
         reserved = np.zeros(len(contexts), np.bool_)
         with self.mark.changing(_RESERVE) as mark:
             for at, ((replica_idx, row), context) in enumerate(zip(at_rows, contexts, strict=True)):
                 mark.context = context
+                if self.rows.stale[places[at]]:
+                    claim_anew(context.request_id, replica_idx)
                 reserved[at] = self.reserve(replica_idx, row, context, num_steps)
                 if reserved[at]:
                     bind(gathered.contexts[at], replica_idx, row)
@@ -390,9 +399,14 @@ class Replicas:
         for replica in self.each:
             replica.forget()
 
-    def set_weights(self, version: Version) -> None:
+    def set_weights(self, version: Version, running: Running) -> None:
         """Name pages by another version of the weights from now on. See `PagedKVCacheManager.set_weights`."""
-        self.rows.weights.switch(version)
+        weights = self.rows.weights
+        before = weights.now
+        weights.switch(version)
+        if weights.now is not before and (what := MUST[running]):
+            for replica in self.each:
+                replica.rows.mark_stale(what)
 
     @property
     def host_pages(self) -> tuple[int, int]:

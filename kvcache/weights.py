@@ -30,8 +30,11 @@ Version = int | bytes | str | None
 
 None means that the caller has not said which version it is.
 """
-Running = Literal["finish"]
-"""What running requests do when the weights change. `finish`: they keep their pages, and run on."""
+Running = Literal["finish", "recompute", "stop"]
+"""What running requests do when the weights change: see `PagedKVCacheManager.set_weights`."""
+MUST: dict[Running, int] = {"finish": 0, "recompute": 1, "stop": 2}
+"""What a row must do after a switch (`AllRows.stale`). After several switches, the largest number counts."""
+STOP = MUST["stop"]
 _BYTES = 16
 _MARK_BYTES = 16
 
@@ -66,6 +69,7 @@ class Weights:
 
     Attributes:
         now: the lineage of a request whose pages are all of the current version.
+        before: the version before the last switch.
 
     Examples:
         >>> weights = Weights("step 1")
@@ -80,6 +84,7 @@ class Weights:
 
     def __init__(self, version: Version = None) -> None:
         self.now = Lineage((Segment(0, version_bytes("weights", version)),), 0)
+        self.before = self.version
 
     @property
     def version(self) -> bytes | None:
@@ -90,6 +95,7 @@ class Weights:
         """Make `version` the current one. Does nothing if it is the current one already."""
         found = version_bytes("weights", version)
         if found != self.version:
+            self.before = self.version
             # One assignment, so that an interrupt finds either the old version or the new one.
             self.now = Lineage((Segment(0, found),), self.now.switches + 1)
 
@@ -155,6 +161,6 @@ def last_name(segments: Segments) -> bytes:
     return (segments[-1].version or b"") + segments[-1].mark
 
 
-def named_version(name: bytes) -> str:
+def named_version(name: bytes | None) -> str:
     """Returns the name of a segment, or its version, as a text for a message."""
-    return name.hex() or "of no version"
+    return name.hex() if name else "of no given version"

@@ -122,7 +122,7 @@ def check_table(
         raise _mismatch(
             context,
             f"has tokens of the weights {named_version(table.weights)}, but this request runs under "
-            f"{named_version(segments[-1].version or b'')}",
+            f"{named_version(segments[-1].version)}",
         )
     if not last and table.num_tokens % table.page_size:
         raise _mismatch(

@@ -12,6 +12,7 @@ from kvcache.errors import (
     NotReservedError,
     PromptTooLongError,
     SequenceTooLongError,
+    WeightsChangedError,
 )
 from kvcache.events.log import AnyLog, NoLog
 from kvcache.layer_groups import LayerTables
@@ -30,7 +31,7 @@ from kvcache.replica.rows import NEVER, BlockRows, Filled, Ints, Pages, PromptCo
 from kvcache.replica.tables import OneTable, RowTables
 from kvcache.types import KVCacheMetrics, RequestID
 from kvcache.under_way import UnderWay
-from kvcache.weights import Lineage
+from kvcache.weights import STOP, Lineage, named_version
 
 MakeKept = Callable[[RowTables, HasherOfRow], Kept]
 
@@ -121,9 +122,9 @@ class Replica:
             )
         self.kept.check_free(request_id)
 
-    def claim(self, request_id: RequestID) -> int:
-        """Bind a row to the request and return it. `check_free` must have found room."""
-        row = self.rows.claim(request_id)
+    def claim(self, request_id: RequestID, row: int | None = None) -> int:
+        """Bind a row to the request and return it. `check_free` must have found room. A given `row` must be free."""
+        row = self.rows.claim(request_id, row)
         self.kept.claim(row)
         return row
 
@@ -318,6 +319,7 @@ class Replica:
         `Kept.check_fork`.
         """
         self.refuse_pending(parent, "fork")
+        self._refuse_stopped(parent, "fork")
         self.kept.check_fork(parent)
         self.refuse_renamed(parent, child)
         computed = self.rows.cached.item(parent)
@@ -334,6 +336,7 @@ class Replica:
         """
         rows, computed = self.rows, self.rows.cached.item(parent)
         full = computed // self.page_size
+        rows.stale[row] = rows.stale[parent]
         copies = self.tables.fork(parent, row, computed, end)
         if parent in rows.private:
             rows.private.add(row)
@@ -574,14 +577,49 @@ class Replica:
                 "other requests may share: call maybe_reserve first to give them back, or release it if it is leased"
             )
 
+    def begins_anew(self, row: int, call: str) -> bool:
+        """Whether the row's request must give its pages back and begin anew, because the weights have changed.
+
+        Raises `WeightsChangedError` if the request was stopped, and the errors of `refuse_pending` and of
+        `Kept.check_free`.
+        """
+        if not self.rows.stale[row]:
+            return False
+        self._refuse_stopped(row, call)
+        self.refuse_pending(row, call)
+        if row in self.leases.of_row:  # a lease may keep what else the row has, such as its recurrent state
+            self.kept.check_free(self.rows.request_ids[row] or "")
+        return True
+
+    def refuse_stale(self, row: int, call: str) -> None:
+        """Raise `NotReservedError` or `WeightsChangedError` if the weights have changed, and the row must not run."""
+        self._refuse_stopped(row, call)
+        if self.rows.stale[row]:
+            raise NotReservedError(
+                f"request {self.rows.request_ids[row]!r}: {call}: its pages are of before the weights changed to "
+                f"{named_version(self.weights.version)}: call maybe_reserve first, and compute its tokens anew"
+            )
+
+    def _refuse_stopped(self, row: int, call: str) -> None:
+        if self.rows.stale[row] == STOP:
+            raise WeightsChangedError(
+                f"request {self.rows.request_ids[row]!r}: {call}: the weights changed from "
+                f"{named_version(self.weights.before)} to {named_version(self.weights.version)}, and set_weights "
+                "stopped it: release it, and claim it again to compute its tokens anew"
+            )
+
     def refuse_short(self, rows: Rows, lengths: Ints, call: str) -> None:
         """Raise `NotReservedError` unless each of `rows` has pages for its first `lengths` tokens."""
         room = self.rows.capacity[rows]
+        # A step may have begun before its requests became stale.
+        if call == "step" and not (self.imports.of_row or self.imports.to_give_back):
+            room = self.rows.room(rows)
         if not np.count_nonzero(lengths > room):  # for few rows, `count_nonzero` takes a fourth of the time of `any`
             return
         at = int(np.flatnonzero(lengths > room)[0])
         row = int(as_rows(rows)[at])
         self.refuse_pending(row, call)
+        self.refuse_stale(row, call)
         text = f"request {self.rows.request_ids[row]!r}: {lengths[at]} tokens"
         if call == "step":
             text += " computed"

@@ -61,6 +61,9 @@ class AllRows:
         self.cached: Ints = np.zeros(replicas * rows, np.int64)
         # for each row, the number of computed tokens at which its next page is full; `NEVER` if no page is published
         self.commit_at, self.commit_at_of = _numbers(replicas * rows, page_size if caching else NEVER)
+        # For each place, what its request must do because the weights changed (`MUST`). Until it has, its
+        # capacity is -1, as for a pending import, so that no quick way passes it by.
+        self.stale: NDArray[np.int8] = np.zeros(replicas * rows, np.int8)
         # For each place, the start of its context if the context counts along (`TextContext.count_along`); `NEVER` or
         # more if the context must be read. The last entry, at place -1, belongs to no row.
         self.starts, self.start_of = _numbers(replicas * rows, NEVER)
@@ -150,6 +153,7 @@ class BlockRows:
         self.counted = np.zeros(rows, np.int64)  # for each row, how many of its tokens the metrics have counted
         # the rows of this replica, as views of the arrays of all replicas
         self.capacity, self.cached, self.commit_at = every.capacity[own], every.cached[own], every.commit_at[own]
+        self.stale = every.stale[own]
         # The rows that had pages at a reset of the cache, and their forks. They neither publish pages nor use cached
         # pages, as if caching were off. `unbind` removes a row.
         self.private: set[int] = set()
@@ -158,8 +162,13 @@ class BlockRows:
         # a heap that yields the lowest row first, so that a batch is often one run of rows
         self.free = list(range(rows))
 
-    def claim(self, request_id: RequestID) -> int:
-        row = heapq.heappop(self.free)
+    def claim(self, request_id: RequestID, row: int | None = None) -> int:
+        """Bind the lowest free row to the request, or the free `row`, and return it."""
+        if row is None:
+            row = heapq.heappop(self.free)
+        else:
+            self.free.remove(row)
+            heapq.heapify(self.free)
         self.request_ids[row] = request_id
         self.row_of[request_id] = row
         return row
@@ -210,15 +219,24 @@ class BlockRows:
         private = [*self.private]
         self.committed[private], self.commit_at[private] = 0, NEVER
 
+    def mark_stale(self, what: int) -> None:
+        """Record that every row with pages must do `what`, because the weights have changed (`MUST`)."""
+        np.maximum(self.stale, (self.num_pages > 0) * np.int8(what), out=self.stale)
+        self.capacity[self.stale > 0] = -1
+
+    def room(self, rows: Rows) -> Ints:
+        """Returns how many tokens the pages of `rows` hold, even if the rows are stale."""
+        return np.where(self.stale[rows] > 0, self._room[self.shortest[rows]], self.capacity[rows])
+
     def measure(self, row: int, *, usable: bool = True) -> None:
-        self.capacity[row] = self._room[self.shortest[row]] if usable else -1
+        self.capacity[row] = self._room[self.shortest[row]] if usable and not self.stale[row] else -1
 
     def clear(self) -> None:
         """Free every row after an interrupt."""
         self.table[:] = NO_PAGE
         self._bounds[:] = 0
         self.changed[:] = True
-        for numbers in (self.cached, self.counted, self.committed, self.capacity):
+        for numbers in (self.cached, self.counted, self.committed, self.capacity, self.stale):
             numbers[:] = 0
         self.commit_at[:] = self._first_full
         self.prompt[:] = -1
@@ -237,7 +255,7 @@ class BlockRows:
             self.table[:, row, :count] = NO_PAGE
             self._bounds[:, :, row] = 0
         self.changed[row] = True
-        self.cached[row] = self.counted[row] = self.committed[row] = self.capacity[row] = 0
+        self.cached[row] = self.counted[row] = self.committed[row] = self.capacity[row] = self.stale[row] = 0
         self.commit_at[row] = self._first_full
         self.private.discard(row)
         self.prompt[row] = -1

@@ -41,9 +41,11 @@ from kvcache import (
     StateShape,
     StepInFlight,
     TextContext,
+    WeightsChangedError,
 )
 from kvcache.replica.block_table import StateImportPart
 from kvcache.types import RaggedKVCacheInputs
+from kvcache.weights import Running
 from tests.kvcache.build import manager_of
 from tests.kvcache.tiers.stored_objects import COUNT, StoredObjects
 
@@ -82,6 +84,7 @@ KINDS: dict[str, dict[str, object]] = {
 RESETS = 0.15  # the weight of a reset among the random calls; a step has 8
 SWITCHES = 0.7  # the weight of a switch to other weights
 VERSIONS = (None, "a", "b", 3)
+RUNNING: tuple[Running, ...] = ("finish", "recompute", "stop")
 _PRIME, _OTHER = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 _SHIFT, _LOW = np.uint64(29), np.uint64((1 << 52) - 1)
 
@@ -101,6 +104,7 @@ class Request:
     # The index in `VERSIONS` of the weights under which each token was computed. The manager knows these.
     versions: list[int] = field(default_factory=list[int])
     lease: PageLease | None = None
+    must: Running = "finish"  # what it must do before it runs again, because the weights have changed
     pulls: int = 0  # how many tables of it an exchange has leased
     # The end of the last step, or of an imported table. The next token was perhaps not known there, so a draft model
     # computes its KV at the last token before it again.
@@ -142,7 +146,7 @@ class Request:
         self.ran(len(self.versions), max(len(self.versions), self.context.start_idx), version)
 
     def claimed_with(self, weights: int) -> None:
-        self.weights, self.chain, self.versions, self.drafted = weights, [], [], -1
+        self.weights, self.chain, self.versions, self.drafted, self.must = weights, [], [], -1, "finish"
         self.lease, self.pulls = None, 0  # an open lease holds the pages of the earlier claim alone
 
 
@@ -200,6 +204,7 @@ class Engine:
     def __init__(self, name: str, kind: str, random: Random, sizes: Sizes) -> None:
         self.name, self.kind, self.random, self.sizes, self.page = name, kind, random, sizes, sizes.page
         self.has_lower = sizes.files is not None or sizes.objects is not None
+        self.importing: list[Request] = []  # requests that wait for an import
         self.version = 0  # the index in `VERSIONS` of the current weights
         self.manager = self._made()
         self.running: list[Request] = []
@@ -355,6 +360,8 @@ class Engine:
 
     def step(self, *, finish: bool = True) -> None:
         """Run one step of some requests, or some steps of a `Batch` in a row."""
+        for one in [one for one in self.free if one.must == "stop"]:
+            self._stopped(one)
         if not self.free:
             return
         requests, contexts = self.chosen()
@@ -369,7 +376,7 @@ class Engine:
             return False
         for one in requests:
             self.chunk(one)
-        if not self.manager.reserve_batch(contexts).all():
+        if not self._reserved(requests, contexts):
             self.leave(self.random.choice(requests), again=True)
             return False
         for one in requests:
@@ -387,6 +394,48 @@ class Engine:
             self.manager.step(contexts)
             self._all_named(requests)
         return True
+
+    def _stopped(self, request: Request) -> None:
+        """Let a stopped request wait for another claim, because every call that would run it is refused."""
+        call = self.random.choice((self.manager.maybe_reserve, self._reserve_alone, self._fetch_alone))
+        try:
+            call(request.context)
+        except WeightsChangedError:
+            self.reached["stopped"] += 1
+            self.leave(request, again=True)
+        else:
+            raise WrongContentError(f"{request.name}: runs on with pages of before")
+
+    def _reserve_alone(self, context: TextContext) -> None:
+        self.manager.reserve_batch([context])
+
+    def _fetch_alone(self, context: TextContext) -> None:
+        self.manager.fetch([context])
+
+    def _reserved(self, requests: Sequence[Request], contexts: Contexts) -> bool:
+        """Reserve pages for all of these requests. Those that must be computed anew are, if there is room."""
+        for one in [one for one in requests if one.must == "recompute"][:1]:
+            try:
+                self.manager.fetch([one.context])
+            except KVCacheError:
+                self.reached["refused until they are reserved"] += 1
+            else:
+                raise WrongContentError(f"{one.name}: runs on with pages of before")
+        done = self.manager.reserve_batch(contexts)
+        for one in requests:
+            if one.must == "recompute":
+                self._forget_in_flight(one)
+                one.claimed_with(self.weights)
+                self.reached["recomputed"] += 1
+        return bool(done.all())
+
+    def _forget_in_flight(self, request: Request) -> None:
+        """Let the step that runs belong to a request of before, which has the pages of before."""
+        if self.launched is None:
+            return
+        before = Request(request.context, request.weights, request.chain, request.versions, drafted=request.drafted)
+        runs = [run._replace(request=before) if run.request is request else run for run in self.launched.runs]
+        self.launched = Flight(runs, self.launched.step)
 
     def overlap(self, *, plan: bool = True) -> None:
         """Go on with the steps in flight: plan one, or wait for the one that runs and launch the next."""
@@ -417,13 +466,14 @@ class Engine:
     def _plan_ahead(self) -> None:
         """Plan a step of some requests. Those of the step that runs have a token that is not known yet."""
         able = [one for one in self.running if one.context.end_idx < 88 and one.context.active_length]
+        able = [one for one in able if one.must != "stop"]
         if not able:
             return
         some = self.random.sample(able, self.random.randrange(1, len(able) + 1))
         for one in some:
             self.chunk(one)
         contexts = [one.context for one in some]
-        if not self.manager.reserve_batch(contexts).all():
+        if not self._reserved(some, contexts):
             return
         for one in some:
             one.found(self.version)
@@ -492,6 +542,7 @@ class Engine:
         if done:
             start = child.drafted = child.context.start_idx
             child.chain, child.versions = parent.chain[: start + 1], parent.versions[:start]
+            child.must = parent.must
             self.running.append(child)
             self.reached["forks"] += 1
 
@@ -554,8 +605,13 @@ class Engine:
 
     def switch(self) -> None:
         """Set other weights, or those of before again, whatever is in flight."""
-        self.version = self.random.randrange(len(VERSIONS))
-        self.manager.set_weights(VERSIONS[self.version])
+        before, self.version = self.version, self.random.randrange(len(VERSIONS))
+        running = self.random.choice(RUNNING)
+        self.manager.set_weights(VERSIONS[self.version], running)
+        for one in [*self.running, *self.importing] if self.version != before else ():
+            if not self.manager.get_req_blocks(one.name):  # it begins anew in any case
+                continue
+            one.must = max(one.must, running, key=RUNNING.index)
         self.reached["switches"] += bool(self.running)
         self.reached["switches with steps in flight"] += self.launched is not None
 
@@ -604,6 +660,8 @@ class HandOver:
             self.reader.reached["tables refused"] += 1
         if self.pending is None:
             self.reader.manager.release(context.request_id)
+        else:
+            self.reader.importing.append(self.request)
         return self.pending is not None
 
     def finish(self) -> None:
@@ -611,6 +669,7 @@ class HandOver:
         pending, reader = self.pending, self.reader
         assert pending is not None
         reader.manager.commit_import(self.request.context, pending, self.copied(pending))
+        reader.importing.remove(self.request)
         reader.running.append(self.request)
         reader.reached["imports"] += 1
 

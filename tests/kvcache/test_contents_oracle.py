@@ -23,7 +23,7 @@ def test_each_request_sees_only_its_own_kv(kind: str, tmp_path: Path) -> None:
     for seed in range(12):
         reached += Pair(kind, seed, tmp_path).run(300)
     events = ["hits", "forks", "imports", "leases", "preemptions", "steps of a batch", "resets", "bytes of objects"]
-    events.append("switches")
+    events += ["switches", "recomputed", "stopped", "refused until they are reserved"]
     if "states" not in KINDS[kind]:
         events += ["steps in flight", "switches with steps in flight"]
     assert min(reached[event] for event in events) > 0, reached

@@ -18,8 +18,10 @@ from kvcache import (
     InvalidParamsError,
     InvalidRequestError,
     ManagerClosedError,
+    NotReservedError,
     PagedKVCacheManager,
     TextContext,
+    WeightsChangedError,
 )
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.weights import Lineage, Segment, Segments, Weights, last_name, version_bytes
@@ -79,7 +81,7 @@ def test_another_version_is_refused_and_changes_nothing(version: Any) -> None:
     run_once(manager, PROMPT)
     with pytest.raises(InvalidRequestError, match=r"set_weights: version.*2\*\*128 - 1, 1 to 16 bytes"):
         manager.set_weights(version)
-    with pytest.raises(InvalidRequestError, match="set_weights: running is 'drop': one of finish"):
+    with pytest.raises(InvalidRequestError, match="set_weights: running is 'drop': one of finish, recompute, stop"):
         manager.set_weights("b", "drop")  # type: ignore[arg-type]
     assert manager.weights == version_bytes("", "a")
     assert found(manager, PROMPT) == 20
@@ -283,6 +285,117 @@ def test_a_recovered_manager_has_the_version(monkeypatch: pytest.MonkeyPatch) ->
     manager.close()
     with pytest.raises(ManagerClosedError):
         manager.set_weights("c")
+
+
+# ---- recompute and stop
+
+
+@pytest.mark.parametrize("how", [as_list, as_batch])
+def test_a_request_that_is_to_be_recomputed_begins_anew(
+    how: Callable[[PagedKVCacheManager, TextContext], Sequence[TextContext]],
+) -> None:
+    manager = made()
+    lower, runs = begun(manager, [1]), begun(manager, PROMPT)
+    manager.release(lower.request_id)
+    contexts = how(manager, runs)
+    step(manager, contexts, 3)
+    assert manager.reserve_batch(contexts).all()
+    manager.set_weights("b", "recompute")
+    for call in (manager.fetch, manager.fetch_ahead):
+        with pytest.raises(NotReservedError, match=r"before the weights changed to a491.* call maybe_reserve first"):
+            call(contexts)
+    run_once(manager, PROMPT[:9])  # under the new weights
+    assert manager.reserve_batch(contexts, 2).all()
+    assert runs.start_idx == 8
+    assert manager.fetch(contexts)[0].cache_lengths.tolist() == [8]
+    step(manager, contexts, 4)
+    manager.check()
+    assert found(manager, runs.tokens.tolist()) == 28
+    manager.set_weights("a")
+    assert found(manager, runs.tokens.tolist()) == 24
+
+
+def test_maybe_reserve_recomputes_as_reserve_batch_does() -> None:
+    manager = made(pages=8)
+    runs, other = begun(manager, PROMPT, "runs"), TextContext([9], 200, "other")
+    manager.external_claim("other")
+    assert manager.maybe_reserve(other)
+    lease = manager.lease("runs")
+    manager.set_weights("b", "recompute")
+    assert not manager.maybe_reserve(runs), "the lease keeps its pages"
+    assert manager.get_req_blocks("runs") == []
+    assert manager.num_held_blocks == 7
+    manager.end_lease(lease)
+    assert manager.maybe_reserve(runs)
+    assert (runs.start_idx, runs.active_idx) == (0, 23)
+
+
+def test_a_step_in_flight_ends_and_publishes_nothing_under_the_new_version() -> None:
+    manager = made()
+    runs = begun(manager, [*range(22)])
+    runs.update_with_future_token()
+    ahead = manager.fetch_ahead([runs]) if manager.maybe_reserve(runs) else None
+    assert ahead is not None
+    manager.set_weights("b", "recompute")
+    runs.realize_future_token(7)
+    runs.update(7)
+    manager.step([runs])
+    manager.end_step(ahead)
+    assert found(manager, [*range(22), 7, 7, 7]) == 0
+    assert manager.maybe_reserve(runs)
+    assert runs.start_idx == 0
+
+
+@pytest.mark.parametrize("how", [as_list, as_batch])
+def test_a_stopped_request_is_refused_until_it_is_released(
+    how: Callable[[PagedKVCacheManager, TextContext], Sequence[TextContext]],
+) -> None:
+    manager = made()
+    runs = begun(manager, PROMPT, "runs")
+    contexts = how(manager, runs)
+    manager.set_weights("b", "stop")
+    manager.set_weights("c", "recompute")
+    manager.set_weights("d")
+    calls: list[Callable[[], Any]] = [
+        lambda: manager.maybe_reserve(runs),
+        lambda: manager.reserve_batch(contexts),
+        lambda: manager.fetch(contexts),
+        lambda: manager.fetch_ahead(contexts),
+        lambda: manager.fork(runs, runs.fork()),
+    ]
+    for call in calls:
+        with pytest.raises(WeightsChangedError, match=r"'runs'.*the weights changed from e8c8.* to e87b.*: release it"):
+            call()
+    manager.check()
+    manager.release("runs")
+    again = begun(manager, PROMPT, "runs")
+    step(manager, [again], 4)
+    assert found(manager, again.tokens.tolist()) == 24
+
+
+def test_a_fork_must_do_what_its_parent_must() -> None:
+    manager = made()
+    runs = begun(manager, PROMPT)
+    manager.set_weights("b", "recompute")
+    twin = runs.fork()
+    assert manager.fork(runs, twin)
+    with pytest.raises(NotReservedError, match="before the weights changed"):
+        manager.fetch([twin])
+    assert manager.maybe_reserve(twin)
+    assert twin.start_idx == 0
+
+
+def test_an_import_that_is_committed_after_a_switch_must_begin_anew() -> None:
+    source, reader = made("a"), made("a")
+    pending, waits = imported(source, reader, begun(source, PROMPT))
+    reader.set_weights("b", "recompute")
+    with pytest.raises(NotReservedError, match="import is pending"):
+        reader.maybe_reserve(waits)
+    committed(reader, pending, waits)
+    with pytest.raises(NotReservedError, match="before the weights changed"):
+        reader.fetch([waits])
+    assert reader.maybe_reserve(waits)
+    assert waits.start_idx == 0
 
 
 # ---- block tables and imports

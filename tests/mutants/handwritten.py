@@ -33,6 +33,7 @@ HANDWRITTEN: tuple[Module, ...] = (
             Mutation("Replica.hasher", "self.lineage(row).segments", "self.lineage(None).segments"),
             Mutation("Replica.lineage", "known.switches != now.switches", "False"),
             Mutation("Replica.fork", "self._lineages[parent]", "self.weights.now"),
+            Mutation("Replica.fork", "rows.stale[row] = rows.stale[parent]", "pass"),
         ],
     ),
     Module(
