@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
-import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -21,6 +20,7 @@ import numpy.typing as npt
 
 from transfer.errors import AgentError
 from transfer.memory import MemoryType
+from transfer.nixl.environment import environment
 from transfer.nixl.settings import effective_settings
 from transfer.nixl.vouchers import Voucher
 
@@ -41,7 +41,6 @@ WORD_BYTES = 8
 
 _FIRST = [0]
 _agents: WeakSet[Any] = WeakSet()
-_making = [threading.Lock()]  # the lock is held while `os.environ` has the settings for an agent
 
 
 def _keep_in_fork() -> None:
@@ -49,7 +48,6 @@ def _keep_in_fork() -> None:
 
     In the child, NIXL's destructor would wait for a thread that only the parent has.
     """
-    _making[0] = threading.Lock()  # a thread of the parent may have held the old lock
     for agent in _agents:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
 
@@ -80,22 +78,6 @@ def nixl_errors(doing: str) -> Generator[None]:
         yield
     except _errors() as error:
         raise _agent_error(doing, error) from error
-
-
-@contextmanager
-def _environment(settings: Mapping[str, str]) -> Generator[None]:
-    """Sets environment variables within the block, for one thread at a time, and restores them afterwards."""
-    with _making[0]:
-        before = {name: os.environ.get(name) for name in settings}
-        os.environ.update(settings)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 class Agent:
@@ -136,7 +118,7 @@ class Agent:
         self._owner = os.getpid()
         plugin = "UCX" if files is None else "POSIX"
         params = {"num_threads": "1", "split_batch_size": str(background_runs)} if files is None else dict(files)
-        with _environment(effective_settings(memory_type)):
+        with environment(effective_settings(memory_type)):
             try:
                 api: Any = importlib.import_module("nixl._api")
             except ImportError as error:
