@@ -402,3 +402,7 @@ class HeldPages(NamedTuple):
     def release(self) -> None:
         """Release the pages."""
         self.pool.release(self.pages)
+
+
+HoldersOf = Callable[[PagePool], NDArray[np.int64]]
+"""Returns how many holders of one kind, such as leases, each page of a pool has: int64 `[num_pages + 1]`."""

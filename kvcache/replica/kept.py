@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kvcache.pool.index import Digests
-from kvcache.pool.pages import HeldPages, PagePool
+from kvcache.pool.pages import HeldPages, HoldersOf, PagePool
 from kvcache.pool.pages_below import Asked, PagesBelow
 from kvcache.replica.block_table import PendingImport
 from kvcache.replica.context import HasherOfRow, SafeContext
 from kvcache.replica.hashing import PrefixHasher
-from kvcache.replica.leases import PageLeases
 from kvcache.replica.resume import Found, FromBelow, Reservation
 from kvcache.replica.rows import Filled
 from kvcache.replica.tables import RowTables
@@ -203,12 +202,12 @@ class Kept:
     def forget(self) -> None:
         """Let nobody find any cached copy of before."""
 
-    def rebuild(self, written: Sequence[int], leases: PageLeases) -> None:
-        """Forget every request after an interrupt, and count everything anew. For `written`, see `check`."""
+    def rebuild(self, written: Sequence[int], holders_of: HoldersOf) -> None:
+        """Forget every request after an interrupt, and count everything anew. For the arguments, see `check`."""
 
-    def check(self, requests: Mapping[RequestID, int], written: Sequence[int], leases: PageLeases) -> None:
+    def check(self, requests: Mapping[RequestID, int], written: Sequence[int], holders_of: HoldersOf) -> None:
         """Recount everything. Raises `InvariantError` at the first discrepancy.
 
         `requests` has the row of each claimed request. `written` are the pages besides token pages to which transfers
-        may write.
+        may write. `holders_of` counts the leases that hold each page of a pool.
         """

@@ -22,6 +22,8 @@ from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 from kvcache.types import RequestID
 from kvcache.uncopied import Uncopied
 
+# returns the pages of a row before a column
+PagesOf = Callable[[int, int], Pages]
 Columns = tuple[int, int]  # a range of columns of a block table: the first, and the one after the last
 
 # makes the bytes by which readers recognise that a lease holds the pages of a block table
@@ -146,31 +148,32 @@ class PageLeases:
         behind = (starts < self.told[rows]).nonzero()[0]
         if behind.size:
             at = int(behind[0])
-            row = int(as_rows(rows)[at])
-            raise InvalidRequestError(
-                f"request {self._rows.request_ids[row]!r}: would recompute from token {starts[at]}, "
-                f"but a lease still covers its first {self.told[row]} tokens: release the request and claim it again"
-            )
+            raise self.rewrite(int(as_rows(rows)[at]), int(starts[at]))
 
-    def leave(self, row: int, pages: Pages) -> None:
-        """Let the row's leases take over its `pages` with computed tokens. Called before the row is released."""
-        held = HeldPages(self._pool, pages.copy())
-        for lease in self.of_row[row]:
-            self._hold(lease, held)
-        # This comes last: after an interrupt before this line, the repeated release repeats the lines above.
-        del self.of_row[row]
-        self.told[row] = 0
+    def rewrite(self, row: int, start: int) -> InvalidRequestError:
+        """Returns the error for a row that would recompute tokens from token `start` on, which readers may know."""
+        return InvalidRequestError(
+            f"request {self._rows.request_ids[row]!r}: would recompute from token {start}, "
+            f"but a lease still covers its first {self.told[row]} tokens: release the request and claim it again"
+        )
 
-    def last_read(self, row: int) -> int:
-        """Returns the end of a leased row's columns that have computed or cached tokens; 0 if the row has no lease.
+    def leave(self, row: int, pages_of: PagesOf) -> None:
+        """Forget a row that is about to be released. Its leases take over its pages with computed or cached tokens."""
+        self.named.pop(row, None)
+        if row in self.of_row:
+            held = self._left(row, pages_of)
+            for lease in self.of_row[row]:
+                self._hold(lease, held)
+            # This comes last: after an interrupt before this line, `leave_all` repeats the lines above.
+            del self.of_row[row]
+            self.told[row] = 0
 
-        Column 0 is for the page of the first `page_size` tokens, column 1 for the next page, and so on. When the row is
-        released, its leases take over the pages in these columns.
-        """
-        if row not in self.of_row:
-            return 0
+    def _left(self, row: int, pages_of: PagesOf) -> HeldPages:
+        """Returns the pages of a leased row that its leases take over when it is released."""
         rows = self._rows
-        return max(-(-max(int(rows.cached[row]), int(self.told[row])) // rows.page_size), int(rows.committed[row]))
+        tokens = max(rows.cached.item(row), self.told.item(row))
+        end = max(-(-tokens // rows.page_size), rows.committed.item(row))
+        return HeldPages(self._pool, pages_of(row, end).copy())
 
     def replace(self, row: int, table: int, first: int, pages: Pages) -> None:
         """Let the leases of the row take over `pages`, which are about to leave the row while its request goes on.
@@ -230,14 +233,14 @@ class PageLeases:
                     np.add.at(counts, pages, 1)
         return counts
 
-    def leave_all(self, pages_of: Callable[[int], Pages]) -> None:
+    def leave_all(self, pages_of: PagesOf) -> None:
         """Let the leases take over the pages of every leased row, as `leave` does, after an interrupt.
 
-        `pages_of` returns the pages of a row that readers may know. The pools must be rebuilt afterwards. If this call
-        is interrupted and repeated, a lease may hold a page twice, until it ends.
+        The pools must be rebuilt afterwards. If this call is interrupted and repeated, a lease may hold a page twice,
+        until it ends.
         """
         for row in [*self.of_row]:
-            held = HeldPages(self._pool, pages_of(row).copy())
+            held = self._left(row, pages_of)
             for lease in self.of_row[row]:
                 if lease in self._held:
                     self._held[lease].append(held)

@@ -476,9 +476,7 @@ class Replica:
         if names is not None:
             full = self.tables.pages(row, self.rows.committed.item(row))
             self.tier.leave(row, full[self.pool.index.published[full]], names, self.kept.ends)
-        if row in self.leases.of_row:
-            self.leases.leave(row, self.tables.pages(row, self.leases.last_read(row)))
-        self.leases.named.pop(row, None)
+        self.leases.leave(row, self.tables.pages)
         self.rows.unbind(row)
         self.pool.release(pages)
         self.kept.release(request_id)
@@ -500,14 +498,14 @@ class Replica:
         Published pages, leases, imports and steps in flight keep their pages. The tiers must have been restarted, and
         `pool.parked` must have the pages of the steps.
         """
-        self.leases.leave_all(lambda row: self.tables.pages(row, self.leases.last_read(row)))
+        self.leases.leave_all(self.tables.pages)
         self.imports.leave_all()
         self.rows.clear()
         for of_rows in (self._hashers, self._named, self._lineages, self.counter.open):
             of_rows.clear()
         self.hints.clear()
         self.tier.restart()
-        self.kept.rebuild(self.imports.written_besides, self.leases)
+        self.kept.rebuild(self.imports.written_besides, self.leases.holders)
         self.pool.rebuild(*self.counted())
 
     def counted(self) -> tuple[Ints, Ints]:
@@ -531,7 +529,7 @@ class Replica:
         self.leases.check()
         self.imports.check()
         self.pool.check(*self.counted())
-        self.kept.check(self.rows.row_of, self.imports.written_besides, self.leases)
+        self.kept.check(self.rows.row_of, self.imports.written_besides, self.leases.holders)
 
     # ---- refusals
 
@@ -539,9 +537,10 @@ class Replica:
         """Raise `KVCacheError` if the request's import is pending, or the request must not run from `start_idx`."""
         self.refuse_pending(row, call)
         if self.rows.num_pages.item(row):  # a row without pages has no lease and no computed tokens
-            if row in self.leases.of_row:
-                self.leases.refuse_rewrite(np.array([row]), np.array([context.start_idx]))
-            self.refuse_ahead(row, context.start_idx)
+            start = context.start_idx
+            if self.leases.told.item(row) > start:
+                raise self.leases.rewrite(row, start)
+            self.refuse_ahead(row, start)
 
     def refuse_renamed(self, row: int, context: SafeContext) -> None:
         """Raise `InvalidRequestError` if the context's salt or keys have changed since the row got its pages."""

@@ -26,14 +26,13 @@ from kvcache.arguments import shown
 from kvcache.errors import InvalidRequestError, NoFreeStatePageError, StatePageError
 from kvcache.params import KVCacheParams
 from kvcache.pool.index import NO_PAGE, Digests
-from kvcache.pool.pages import HeldPages
+from kvcache.pool.pages import HeldPages, HoldersOf
 from kvcache.pool.pages_below import Asked, PagesBelow
 from kvcache.replica.batch import Gathered
 from kvcache.replica.block_table import PendingImport, StateImportPart
 from kvcache.replica.context import Context, HasherOfRow, SafeContext
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.kept import Kept
-from kvcache.replica.leases import PageLeases
 from kvcache.replica.resume import Found, FromBelow, Reservation
 from kvcache.replica.rows import NEVER, ONE, Filled, Ints
 from kvcache.replica.tables import RowTables
@@ -381,11 +380,11 @@ class RowStates(Kept):
     def forget(self) -> None:
         self.pages.forget_copies()
 
-    def rebuild(self, written: Sequence[int], leases: PageLeases) -> None:
-        self.pages.rebuild(written, leases.holders(self.pages.pool))
+    def rebuild(self, written: Sequence[int], holders_of: HoldersOf) -> None:
+        self.pages.rebuild(written, holders_of(self.pages.pool))
 
-    def check(self, requests: Mapping[str, int], written: Sequence[int], leases: PageLeases) -> None:
-        self.pages.check(requests, written, leases.holders(self.pages.pool))
+    def check(self, requests: Mapping[str, int], written: Sequence[int], holders_of: HoldersOf) -> None:
+        self.pages.check(requests, written, holders_of(self.pages.pool))
 
 
 def step_drafted(

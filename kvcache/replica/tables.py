@@ -630,8 +630,7 @@ class OneTable(RowTables):
         if found.size:
             pool.hold(found)
             if plan.leaving.size:
-                if self._leases.of_row:
-                    self._leases.replace(row, 0, end - len(found), plan.leaving)
+                self._leases.replace(row, 0, end - len(found), plan.leaving)
                 pool.release(plan.leaving)
             rows.table[0, row, end - len(found) : end] = found
             for tell in pool.journal.found:

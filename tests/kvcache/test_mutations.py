@@ -162,12 +162,12 @@ def fits_by_salt_alone(hasher: PrefixHasher, algorithm: Any, page_size: int, nam
 NEXT_DIGESTS = kvcache.replica.batch.next_digests
 
 
-def leaves_nothing_to_leases(leases: PageLeases, row: int, pages: np.ndarray) -> None:
-    LEAVE(leases, row, pages[:0])
+def leaves_nothing_to_leases(leases: PageLeases, row: int, pages_of: Callable[[int, int], np.ndarray]) -> None:
+    LEAVE(leases, row, lambda row, _end: pages_of(row, 0))
 
 
-def leaves_what_is_not_computed(leases: PageLeases, row: int) -> int:
-    return int(leases._rows.num_pages[row]) if row in leases.of_row else 0
+def leaves_what_is_not_computed(leases: PageLeases, row: int, pages_of: Callable[[int, int], np.ndarray]) -> None:
+    LEAVE(leases, row, lambda row, _end: pages_of(row, int(leases._rows.num_pages[row])))
 
 
 def keeps_nothing_that_was_told(_leases: PageLeases, *_: Any) -> None:
@@ -209,7 +209,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a page is found before it has arrived": (ReplicaTier, "restore", found_before_it_arrived),
     "host slots age head first": (HostTier, "touch", head_of_a_prompt_first),
     "a released request leaves its leases nothing": (PageLeases, "leave", leaves_nothing_to_leases),
-    "a released request leaves its leases too much": (PageLeases, "last_read", leaves_what_is_not_computed),
+    "a released request leaves its leases too much": (PageLeases, "leave", leaves_what_is_not_computed),
     "a page that was told is freed": (PageLeases, "replace", keeps_nothing_that_was_told),
     "an ended lease holds on": (PageLeases, "end", ends_by_forgetting),
     "the last token may be restored": (Replica, "look_up", restores_the_last_token),
