@@ -358,14 +358,14 @@ class Replica:
         Returns False if too few pages are free, if a row needs more than one page, or if a row needs the checks of
         `reserve`. If the result is False, the caller must call `reserve` for each row.
         """
-        state = self.rows
-        beyond = lengths - state.capacity[rows]
+        block_rows = self.rows
+        beyond = lengths - block_rows.capacity[rows]
         short = (beyond > 0).nonzero()[0]
         if not short.size:
             return True
         lacking = rows_at(rows, short)
         # In a decode step, a row needs at most one new page. Other cases go through `reserve`, one request at a time.
-        if np.count_nonzero(beyond[short] > state.size) or np.count_nonzero(state.prompt[lacking] < 0):
+        if np.count_nonzero(beyond[short] > block_rows.size) or np.count_nonzero(block_rows.prompt[lacking] < 0):
             return False
         longest = np.count_nonzero(lengths[short] > self.max_seq_len)
         return not (longest or self.imports.of_row) and self.tables.append(lacking)

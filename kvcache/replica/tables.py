@@ -306,14 +306,14 @@ class RowTables:
         Returns False, and changes nothing, if there are too few free pages, or if a row still runs a chunk of its
         prompt.
         """
-        state, needed = self.rows, len(rows) * self.count
+        block_rows, needed = self.rows, len(rows) * self.count
         if needed > self.pool.free_count:
             return False
         if self.in_chunks:
-            if np.count_nonzero(state.shortest[rows] != state.num_pages[rows]):
+            if np.count_nonzero(block_rows.shortest[rows] != block_rows.num_pages[rows]):
                 return False
             self._slide(rows)
-        state.append(rows, self.pool.allocate(needed).reshape(self.count, -1))
+        block_rows.append(rows, self.pool.allocate(needed).reshape(self.count, -1))
         return True
 
     def publish(self, rows: Ints, columns: Ints, digests: Digests) -> tuple[Pages, Digests, Ints]:
@@ -323,28 +323,28 @@ class RowTables:
         published pages, and their digests. Also returns a row for each page of the first table that was replaced by a
         shared page.
         """
-        state = self.rows
+        block_rows = self.rows
         where, own, names = self._unpublished(rows, columns, digests)
         kept, shared = self.pool.index.publish(own, names), _NO_ROWS
         if kept is not own and np.count_nonzero(duplicate := kept != own):
             # First the leases take over the duplicates, then the rows get the shared pages, then the duplicates are
             # freed. So wherever this is interrupted, a row or a lease names each page that readers know.
             replaced = where[duplicate]
-            of_rows, of_columns = np.divmod(replaced % state.table_size, state.width)
+            of_rows, of_columns = np.divmod(replaced % block_rows.table_size, block_rows.width)
             if self._leases.of_row:
-                tables = replaced // state.table_size
+                tables = replaced // block_rows.table_size
                 places = zip(of_rows.tolist(), tables.tolist(), of_columns.tolist(), strict=True)
                 for place, pages in zip(places, own[duplicate][:, None], strict=True):
                     self._leases.replace(*place, pages)
             self.pool.hold(kept[duplicate])
-            state.entries[where] = kept
-            state.changed[rows] = True
+            block_rows.entries[where] = kept
+            block_rows.changed[rows] = True
             self.pool.release(own[duplicate])
-            shared = of_rows[replaced < state.table_size]
+            shared = of_rows[replaced < block_rows.table_size]
             where, own, names = where[~duplicate], own[~duplicate], names[~duplicate]
         for tell in self.pool.journal.followed:
-            first = where[where < state.table_size]
-            before = np.where(first % state.width > 0, state.entries[first - 1], NO_PAGE)
+            first = where[where < block_rows.table_size]
+            before = np.where(first % block_rows.width > 0, block_rows.entries[first - 1], NO_PAGE)
             tell(own[: len(first)], before)
         return own, names, shared
 
@@ -507,17 +507,17 @@ class RowTables:
 
     def _slide(self, rows: Ints) -> None:
         """Free the pages that the next queries of `rows` do not see. The pages of the first row are freed first."""
-        state, published = self.rows, self.rows.committed[rows]
-        if state.private:
-            published[[row in state.private for row in rows.tolist()]] = NEVER
-        of_row, width = self._leases.of_row, state.width
+        block_rows, published = self.rows, self.rows.committed[rows]
+        if block_rows.private:
+            published[[row in block_rows.private for row in rows.tolist()]] = NEVER
+        of_row, width = self._leases.of_row, block_rows.width
         leased = [at for at, row in enumerate(rows.tolist()) if row in of_row] if of_row else []
         found: list[tuple[Ints, Pages]] = []  # the pages to free, and the position of each page in the order of freeing
         for kept in self.groups:
             if kept.group.keeps_all:
                 continue
             before = kept.firsts[rows]
-            now = kept.seen(state.cached[rows])
+            now = kept.seen(block_rows.cached[rows])
             now = np.maximum(before, np.minimum(now, published) if self._caching else now)
             for at in leased:
                 first = int(kept.leave_from(before[at]))
@@ -532,9 +532,9 @@ class RowTables:
             if np.count_nonzero(counts != ONE):
                 at = np.repeat(at, counts)
                 columns = np.arange(len(at)) + np.repeat(columns - np.cumsum(counts) + counts, counts)
-            where = state.places(rows[at], columns, kept.tables)
-            pages = state.entries[where].ravel()
-            state.entries[where] = NO_PAGE
+            where = block_rows.places(rows[at], columns, kept.tables)
+            pages = block_rows.entries[where].ravel()
+            block_rows.entries[where] = NO_PAGE
             # `release_each` frees its last page first. So pages are sorted by row, the last row first, then by column,
             # then by table.
             turns = (columns - at * width) * self._counts + self._own_numbers[kept.tables]
