@@ -142,7 +142,7 @@ class PagedKVCacheManager(Uncopied):
         if isinstance(self._mark, CheckedUnderWay):
             # A weak reference, because a watch knows the mark, and must not keep the manager alive.
             check = weakref.WeakMethod(self.check)
-            self._mark.check_state = lambda: None if (found := check()) is None else found()
+            self._mark.recount = lambda: None if (found := check()) is None else found()
 
     # ---- claiming
 

@@ -136,13 +136,13 @@ class CheckedUnderWay(UnderWay):
     can be forgotten. A manager with `enable_runtime_checks` has this mark.
 
     Attributes:
-        check_state: raises an error if the state is wrong.
+        recount: raises an error if the state is wrong.
     """
 
-    __slots__ = ("check_state",)
+    __slots__ = ("recount",)
 
     def __init__(self) -> None:
-        self.check_state: Callable[[], None] = lambda: None
+        self.recount: Callable[[], None] = lambda: None
         super().__init__()
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -153,7 +153,7 @@ class CheckedUnderWay(UnderWay):
         # A manager whose state is wrong can still be closed.
         closes = self.call in _CLOSING or value in _CLOSING
         if not (was_changing or closes) and value is not self._rest:
-            self.check_state()
+            self.recount()
         super().__setattr__(name, value)
         if was_changing and not closes and value is self._rest:
-            self.check_state()
+            self.recount()

@@ -66,13 +66,13 @@ class Rig:
         tiers = {"file_tier_key": "k", **objects}
         self.manager = manager = manager_of(64, page_size=SIZE, dp=2, host_slots=16, params=tiers)
         mark: Any = manager._mark
-        check = mark.check_state
+        check = mark.recount
 
         def counted() -> None:
             self.checks += 1
             check()
 
-        mark.check_state = counted
+        mark.recount = counted
         self.old = self.run("old", range(200, 213))
         manager.release("old")
         self.context = self.run("r", range(13))
@@ -249,7 +249,7 @@ def test_a_call_that_changes_something_is_checked_before_and_after(rig: Rig, cal
 def test_a_state_that_a_call_leaves_wrong_is_noticed_at_its_end(rig: Rig, call: str) -> None:
     change, pool = CHANGES[call](rig), rig.manager._replicas.each[0].pool
     mark: Any = rig.manager._mark
-    check, checks = mark.check_state, list[None]()
+    check, checks = mark.recount, list[None]()
 
     def spoiled() -> None:
         checks.append(None)
@@ -257,7 +257,7 @@ def test_a_state_that_a_call_leaves_wrong_is_noticed_at_its_end(rig: Rig, call: 
         if len(checks) == 1:  # the call changes the state from here on, and makes one mistake
             pool.holders[pool.num_pages] += 1
 
-    mark.check_state = spoiled
+    mark.recount = spoiled
     with pytest.raises(InvariantError):
         change()
     pool.holders[pool.num_pages] -= 1
