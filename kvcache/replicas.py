@@ -10,12 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache.endpoints.publisher import EventPublisher
-from kvcache.errors import InvariantError
 from kvcache.events.log import FILES, HOST, AnyLog, NoLog, Watched
 from kvcache.events.wire import CacheSpec, spec_of
 from kvcache.layer_groups import LayerTables
 from kvcache.layout import replica_fingerprint
-from kvcache.params import KVCacheParams, KVEvents, Routing
+from kvcache.params import KVCacheParams, KVEvents
 from kvcache.policies.factory import order_of, set_policy
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
@@ -24,10 +23,12 @@ from kvcache.replica.context import Context, SafeContext, read_context
 from kvcache.replica.devices import PageMemory, PlacedReplica, ReplicaPageMoves
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.kept import Kept
+from kvcache.replica.recount import check_replica
 from kvcache.replica.replica import MakeKept, Replica
 from kvcache.replica.resume import Found
 from kvcache.replica.row_states import RowStates, step_drafted
 from kvcache.replica.rows import AllRows, BlockRows, Filled, PromptCounter, as_rows, rows_at
+from kvcache.router import Router
 from kvcache.sizing import Needs, Sizes
 from kvcache.states.state_memory import room_apart, room_in_slabs, state_layouts
 from kvcache.states.state_pages import StatePages
@@ -79,43 +80,6 @@ def place_replicas(
     if params.kv_events is not None and params.enable_prefix_caching:
         replicas.publish_events(params.kv_events, params, tables)
     return replicas
-
-
-class Router:
-    """Chooses the replica for a request.
-
-    The cost of a replica is the number of pages that the request would have to compute there, plus the weighted number
-    of pages that the replica has recently computed.
-    """
-
-    def __init__(self, replicas: int, routing: Routing) -> None:
-        self.routing = routing
-        self._loads = [0.0] * replicas
-        self._last = replicas - 1
-
-    def recommend(self, missing: Sequence[int], claimed: Sequence[int], fits: Sequence[bool]) -> int:
-        """Returns the replica of least cost on which the request fits. If it fits on none, all replicas are compared.
-
-        Each argument has one entry per replica: how many pages of the request are `missing` there, how many requests
-        are `claimed`, and whether the request `fits` now. Among equals, the replica with the fewest claimed requests is
-        chosen, and then the one with the lowest index.
-        """
-        weight = self.routing.load_weight
-        costs = [miss + weight * load for miss, load in zip(missing, self._loads, strict=True)]
-        return min(range(len(costs)), key=lambda replica: (not fits[replica], costs[replica], claimed[replica]))
-
-    def without_looking(self, claimed: Sequence[int]) -> int:
-        """Returns the replica by a rule that needs no prefix lookup: `least-loaded` or `round-robin`."""
-        if self.routing.rule == "round-robin":
-            return (self._last + 1) % len(claimed)
-        return min(range(len(claimed)), key=claimed.__getitem__)
-
-    def admitted(self, replica: int, computed: int) -> None:
-        """Record that a request was admitted on this replica, where it computes `computed` pages."""
-        decay = self.routing.load_decay
-        self._loads = [load * decay for load in self._loads]
-        self._loads[replica] += computed
-        self._last = replica
 
 
 class Replicas:
@@ -439,7 +403,7 @@ class Replicas:
         for placed in self.placed:
             placed.check()
         for replica in self.each:
-            _check_replica(replica)
+            check_replica(replica)
         self.steps.check()
         for tiers in self._all_tiers:
             tiers.check()
@@ -512,41 +476,3 @@ class Replicas:
         read = read_context(context)
         self.each[replica_idx].refuse_renamed(row, read)
         return self.each[replica_idx].hasher(row, read)
-
-
-def _check_replica(replica: Replica) -> None:
-    """Raise `InvariantError` at the first discrepancy: rows, then holders, writers and free pages, then the index.
-
-    `Replica.counted` counts holders and writers again, from rows, leases, imports, copies and parked pages. A page
-    without holders and writers must be fresh or idle.
-    """
-    rows = replica.rows
-    for request_id, row in rows.row_of.items():
-        if rows.request_ids[row] != request_id:
-            raise InvariantError(f"request {request_id!r}: its row {row} belongs to {rows.request_ids[row]!r}")
-        _check_row(replica, row)
-    for row, request_id in enumerate(rows.request_ids):
-        if request_id is None and (rows.num_pages[row] or rows.table[:, row].any()):
-            raise InvariantError(f"row {row} is free, but holds {rows.num_pages[row]} pages")
-    replica.check()
-
-
-def _check_row(replica: Replica, row: int) -> None:
-    pool, rows = replica.pool, replica.rows
-    request_id, committed, end = rows.request_ids[row], int(rows.committed[row]), int(rows.num_pages[row])
-    pages = replica.tables.pages(row, end)
-    if len(np.unique(pages)) != len(pages):
-        raise InvariantError(f"request {request_id!r}: names a page twice")
-    if pages.size and not (pages.min() >= 1 and pages.max() <= pool.num_pages):
-        raise InvariantError(f"request {request_id!r}: names a page that is not within 1 to {pool.num_pages}")
-    if rows.table[:, row, end:].any():
-        raise InvariantError(f"request {request_id!r}: has page numbers after its last page {end}")
-    if committed > end or not pool.index.published[replica.tables.committed(row)].all():
-        raise InvariantError(f"request {request_id!r}: not all of its {committed} committed pages are published")
-    # A page after the committed pages may be published for three reasons. A fork may have published pages that it
-    # shares with this row. With several tables, a pending import may have found more pages in the first table than in
-    # all tables. A row may have published pages after a page from a lower tier.
-    alone = pool.holders[pages[committed:]] == 1
-    found = not replica.tables.is_plain or replica.tier.keeps
-    if not found and (pool.index.published[pages[committed:]] & alone).any():
-        raise InvariantError(f"request {request_id!r}: a page after its {committed} committed pages is published")

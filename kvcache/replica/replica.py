@@ -25,10 +25,11 @@ from kvcache.replica.copier import ImportBook
 from kvcache.replica.hashing import ExtraKeys, PrefixHasher
 from kvcache.replica.kept import Kept
 from kvcache.replica.leases import PageLease, PageLeases
+from kvcache.replica.one_table import OneTable
 from kvcache.replica.policy import ReplicaPolicy
 from kvcache.replica.resume import Found, Reservation
 from kvcache.replica.rows import NEVER, BlockRows, Filled, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
-from kvcache.replica.tables import OneTable, RowTables
+from kvcache.replica.tables import RowTables
 from kvcache.types import KVCacheMetrics, RequestID
 from kvcache.under_way import UnderWay
 from kvcache.weights import STOP, Lineage, named_version

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kvcache import InvalidParamsError, Routing
-from kvcache.replicas import Router
+from kvcache.router import Router
 
 EVERYWHERE = [True] * 4
 

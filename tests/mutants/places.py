@@ -54,7 +54,8 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/inputs": "replica/batch steps_in_flight replica/further_tables",
         "replica/kept": "replica/replica manager states/row_states",
         "replica/kept_pages": "replica/further_tables replica/further_imports million_moves replica/leases",
-        "replica/reservation": "replica/replica",
+        "replica/one_table": "manager replica/batch replica/replica replica/imports replica/leases million_moves",
+        "replica/recount": "manager mutations million_moves",
         "replica/resume": "replica/further_tables replica/pages_below states/grouped_states replica/lent_tables",
         "replica/rows": "replica/further_tables replica/batch replica/fork handover million_moves",
         "replica/row_states": "million_moves admission states/row_states states/grouped_states "
@@ -64,6 +65,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "million_moves replica/leases",
         "replicas": "replicas manager admission handover steps_in_flight replica/batch replica/fork "
         "events/events tiers/host_tier tiers/file_tier million_moves states/grouped_states_below",
+        "router": "replicas_routing admission",
         "sizing": "sizing params devices",
         "states/state_pages": "million_moves states/grouped_states states/kept_states_hints states/lent_states "
         "states/copied_states states/row_states states/state_pages states/passing_copies states/grouped_states_below "
