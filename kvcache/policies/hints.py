@@ -230,25 +230,20 @@ class ReplicaHints(ReplicaPolicy, PageReader):
         """Begin to follow hints. Called at the first hint."""
         if not self._most_hinted:
             return
-        self._begin_baselines()
+        self.has_begun, num_pages = True, self._pool.num_pages
+        self._baselines = baselines = Baseline(num_pages), Baseline(num_pages, self._most_hinted)
         self._follow_hints()
         self._pool.idle.trust(self._share.value)
-        self._begin_with_what_is_there()
+        self._begin_with_what_is_there(baselines)
 
-    def _begin_baselines(self) -> None:
-        self.has_begun, num_pages = True, self._pool.num_pages
-        self._baselines = Baseline(num_pages), Baseline(num_pages, self._most_hinted)
-
-    def _begin_with_what_is_there(self) -> None:
-        if not self._baselines:
-            return
+    def _begin_with_what_is_there(self, baselines: tuple[Baseline, Baseline]) -> None:
         pool = self._pool
-        sampled = pool.index.published_words(self._baselines[0].mask)
+        sampled = pool.index.published_words(baselines[0].mask)
         sampled = sampled[pool.index.tables[sampled] == 0]
         used = pool.holders[sampled] > 0
         idle = sampled[~used]
         idle = idle[np.argsort(pool.idle.positions(idle))][::-1]
-        for baseline in self._baselines:
+        for baseline in baselines:
             baseline.touch(pool.index.words_of(idle))
             baseline.touch(pool.index.words_of(sampled[used]))
 

@@ -91,7 +91,7 @@ class PageCopy(NamedTuple):
 
 _NOTHING = PageCopy((), (), (0, 0))
 _NO_PAGES: Pages = np.zeros(0, np.int32)
-OTHER_PAGES = "names other pages than the earlier table of this import"
+_OTHER_PAGES = "names other pages than the earlier table of this import"
 
 
 @dataclass(eq=False, slots=True)
@@ -184,7 +184,7 @@ class ImportPart:
 
     def contradiction(self, pages: tuple[int, ...]) -> str:  # noqa: ARG002 - the same for all pages
         """Returns what an error says if `named` returns None for `pages`."""
-        return OTHER_PAGES
+        return _OTHER_PAGES
 
 
 class StateImportPart(ImportPart):
@@ -320,18 +320,19 @@ class PendingImport(Uncopied):
         """
         return [part.copy_of(table, pages, self) for part, pages in zip(self.parts, table.groups, strict=True)]
 
-    def named(self, table: BlockTable, *, last: bool) -> list[Pages] | None:
+    def named(self, table: BlockTable, *, last: bool) -> list[Pages] | str:
         """Returns the other manager's pages that can be copied by now, for each block table.
 
-        `last` says that `table` is the last one of this import.
-
-        Returns None if `table` contradicts an earlier table of the import.
+        `last` says that `table` is the last one of this import. If `table` contradicts an earlier table of the import,
+        returns what an error says.
         """
+        if self.src_replica_idx != table.replica_idx:
+            return _OTHER_PAGES
         found: list[Pages] = []
         for part, pages in zip(self.parts, table.groups, strict=True):
             now = part.named(pages, table.num_tokens, table.page_size) if last or not part.at_end else part.src_pages
             if now is None:
-                return None
+                return part.contradiction(pages)
             found.append(now)
         return found
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvcache.arguments import of_kind, shown, whole
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.params import HashAlgorithm, usable_hashes
-from kvcache.replica.block_table import OTHER_PAGES, BlockTable, ImportPart, PageCopy, PendingImport
+from kvcache.replica.block_table import BlockTable, ImportPart, PageCopy, PendingImport
 from kvcache.replica.context import SafeContext, hasher_of
 from kvcache.replica.copier import BEFORE_LAST, ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, token_bytes
@@ -494,13 +494,9 @@ def _named(context: SafeContext, pending: PendingImport, table: BlockTable, *, l
 
     Raises if `table` contradicts earlier tables of the import.
     """
-    named = pending.named(table, last=last) if pending.src_replica_idx == table.replica_idx else None
-    if named is None:
-        reason = OTHER_PAGES
-        for part, pages in zip(pending.parts, table.groups, strict=True):
-            if part.named(pages, table.num_tokens, table.page_size) is None:
-                reason = part.contradiction(pages)
-        raise _mismatch(context, reason)
+    named = pending.named(table, last=last)
+    if isinstance(named, str):
+        raise _mismatch(context, named)
     return named
 
 

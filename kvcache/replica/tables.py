@@ -520,8 +520,9 @@ class RowTables:
             now = kept.seen(block_rows.cached[rows])
             now = np.maximum(before, np.minimum(now, published) if self._caching else now)
             for at in leased:
-                first = int(kept.leave_from(before[at]))
-                self._leave_to_readers(int(rows[at]), kept.tables, first, int(now[at]))
+                row, first, last = int(rows[at]), int(kept.leave_from(before[at])), int(now[at])
+                for table in range(kept.tables.start, kept.tables.stop) if first < last else ():
+                    self._leases.replace(row, table, first, block_rows.table[table, row, first:last])
             begins = kept.leave_from(before)
             at = (now > begins).nonzero()[0]
             kept.firsts[rows] = now
@@ -557,11 +558,6 @@ class RowTables:
                     yield table, kept.leave_from(max(kept.firsts.item(row), first)), min(span.first, end)
                     for begin, last in ranges_of(span.columns):
                         yield table, max(begin, first), min(last, end)
-
-    def _leave_to_readers(self, row: int, tables: slice, first: int, last: int) -> None:
-        """Let the row's leases take over the pages in columns `first` to `last` (excluded) that readers may know."""
-        for table in range(tables.start, tables.stop) if first < last else ():
-            self._leases.replace(row, table, first, self.rows.table[table, row, first:last])
 
     def _seen_pages(self, first: int, end: int, digests: Digests) -> tuple[Pages, ...]:
         """Returns the published pages that a query at the first token of column `end` sees, one array for each group.

@@ -125,7 +125,7 @@ def test_a_state_is_taken_when_all_tokens_have_run() -> None:
     for num_tokens, last in ((8, False), (16, True)):
         table = BlockTable("s", 0, num_tokens, 2, (tuple(range(40, 40 + num_tokens // 2)), (9,)), "f")
         named = it.named(table, last=last)
-        assert named is not None
+        assert not isinstance(named, str)
         it.take_up(table, named, last=last)
         assert [one.tokens for one in it.take(last=last)] == [(num_tokens - 8, num_tokens), (0, 16 if last else 0)]
 
