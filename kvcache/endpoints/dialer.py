@@ -222,10 +222,6 @@ def _drain_at_exit() -> None:
         dialer.drain()
 
 
-def _forget_in_child() -> None:
-    _running.clear()
-
-
 atexit.register(_drain_at_exit)
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_running.clear)
