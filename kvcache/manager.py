@@ -16,6 +16,7 @@ from kvcache.endpoints.reset import check_endpoint, open_endpoint
 from kvcache.errors import InvalidRequestError
 from kvcache.layer_groups import layer_tables
 from kvcache.params import KVCacheParams, resolve_page_size
+from kvcache.placement import place_replicas
 from kvcache.recovery import Recovered, recover
 from kvcache.replica import imports, inputs
 from kvcache.replica.batch import Batch
@@ -24,7 +25,6 @@ from kvcache.replica.contents import PageContents
 from kvcache.replica.context import Context, check_context, check_fork, read_context
 from kvcache.replica.copier import ImportCopier, ImportProof
 from kvcache.replica.leases import PageLease, granted_by
-from kvcache.replicas import place_replicas
 from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight, check_step
 from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID

@@ -81,10 +81,15 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
+        "kvcache.placement",
+        [
+            Mutation("place_replicas", "len(placed), sizes.max_seq_len", "0, sizes.max_seq_len"),
+        ],
+    ),
+    Module(
         "kvcache.replicas",
         [
             Mutation("Replicas._hasher_of", "self.each[replica_idx].refuse_renamed(row, read)", "pass"),
-            Mutation("place_replicas", "len(placed), sizes.max_seq_len", "0, sizes.max_seq_len"),
             Mutation(
                 "Replicas.__init__", "[one for one in tiers if one is not None]", "[one for one in tiers[:1] if one]"
             ),

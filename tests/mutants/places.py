@@ -28,6 +28,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "endpoints/reset replica/fork replica/imports replica/further_imports replica/leases policies/hints "
         "states/lent_states tiers/host_tier",
         "params": "params quantization states/state_memory",
+        "placement": "replicas manager admission tiers/host_tier states/grouped_states_below events/events",
         "policies/baseline": "policies/baseline policies/hints",
         "policies/factory": "eviction_order policies/over_order policies/hints",
         "policies/hint_share": "policies/baseline policies/hints",
