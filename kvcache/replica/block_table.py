@@ -89,7 +89,7 @@ class PageCopy(NamedTuple):
     tokens: tuple[int, int]
 
 
-_NOTHING = PageCopy((), (), (0, 0))
+NOTHING = PageCopy((), (), (0, 0))
 _NO_PAGES: Pages = np.zeros(0, np.int32)
 _OTHER_PAGES = "names other pages than the earlier table of this import"
 
@@ -175,7 +175,7 @@ class ImportPart:
         begin = (-(-table.num_tokens // table.page_size) - len(pages)) * table.page_size
         token, stop = max(self.first, begin), min(self.stop, table.num_tokens)
         if token >= stop:
-            return _NOTHING
+            return NOTHING
         dst = self.dst_pages[token // pending.page_size - self.first // pending.page_size :]
         return PageCopy(dst, np.array(pages[(token - begin) // table.page_size :], np.int32), (token, stop))
 
@@ -185,51 +185,6 @@ class ImportPart:
     def contradiction(self, pages: tuple[int, ...]) -> str:  # noqa: ARG002 - the same for all pages
         """Returns what an error says if `named` returns None for `pages`."""
         return _OTHER_PAGES
-
-
-class StateImportPart(ImportPart):
-    """The part of an import for a recurrent state: one page of the pool of states, which covers all tokens.
-
-    Only the last table names it, and it is copied at the end.
-    """
-
-    __slots__ = ()
-
-    @property
-    def needs_copy(self) -> bool:
-        return True
-
-    @property
-    def needs_last(self) -> bool:
-        return True
-
-    @property
-    def written(self) -> Pages:
-        return _NO_PAGES
-
-    @property
-    def besides(self) -> Pages:
-        return self.dst_pages
-
-    def named(self, pages: tuple[int, ...], num_tokens: int, page_size: int) -> Pages | None:  # noqa: ARG002 - a state covers all tokens
-        if not pages:
-            return self.src_pages
-        new = np.array(pages, np.int32)
-        return new if not len(self.src_pages) or np.array_equal(new, self.src_pages) else None
-
-    def take_up(self, pages: Pages, num_tokens: int) -> None:  # noqa: ARG002 - as above
-        self.src_pages = pages
-
-    def copy_of(self, table: BlockTable, pages: tuple[int, ...], pending: "PendingImport") -> PageCopy:
-        if self.stop == 0 or table.num_tokens != pending.num_tokens:
-            return _NOTHING
-        return PageCopy(self.dst_pages, np.array(pages, np.int32), (0, self.stop))
-
-    def complete(self, num_tokens: int) -> None:
-        self.stop = num_tokens
-
-    def contradiction(self, pages: tuple[int, ...]) -> str:
-        return f"names state page {pages[0]}; the earlier table named {self.src_pages.item(0)}"
 
 
 @dataclass(eq=False, slots=True)

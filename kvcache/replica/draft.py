@@ -18,7 +18,7 @@ import numpy as np
 
 from kvcache.layer_groups import LayerGroup
 from kvcache.pool.index import Digests
-from kvcache.replica.block_table import BlockTable, ImportPart, PageCopy
+from kvcache.replica.block_table import NOTHING, BlockTable, ImportPart, PageCopy
 from kvcache.replica.kept_pages import ColumnSpan, KeptPages
 
 
@@ -74,4 +74,4 @@ class DraftImportPart(ImportPart):
     __slots__ = ()
 
     def copy_of(self, table: BlockTable, pages: tuple[int, ...], pending: object) -> PageCopy:  # noqa: ARG002 - as above
-        return PageCopy((), (), (0, 0))
+        return NOTHING

@@ -29,15 +29,17 @@ from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import HeldPages, HoldersOf
 from kvcache.pool.pages_below import Asked, PagesBelow
 from kvcache.replica.batch import Gathered
-from kvcache.replica.block_table import PendingImport, StateImportPart
+from kvcache.replica.block_table import NOTHING, BlockTable, ImportPart, PageCopy, PendingImport
 from kvcache.replica.context import Context, HasherOfRow, SafeContext
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.kept import Kept
 from kvcache.replica.resume import Found, FromBelow, Reservation
-from kvcache.replica.rows import NEVER, ONE, Filled, Ints
+from kvcache.replica.rows import NEVER, ONE, Filled, Ints, Pages
 from kvcache.replica.tables import RowTables
 from kvcache.states.state_pages import NO_STATE, StatePages
 from kvcache.types import KVCacheMetrics
+
+_NO_PAGES: Pages = np.zeros(0, np.int32)
 
 
 class RowStates(Kept):
@@ -385,6 +387,51 @@ class RowStates(Kept):
 
     def check(self, requests: Mapping[str, int], written: Sequence[int], holders_of: HoldersOf) -> None:
         self.pages.check(requests, written, holders_of(self.pages.pool))
+
+
+class StateImportPart(ImportPart):
+    """The part of an import for a recurrent state: one page of the pool of states, which covers all tokens.
+
+    Only the last table names it, and it is copied at the end.
+    """
+
+    __slots__ = ()
+
+    @property
+    def needs_copy(self) -> bool:
+        return True
+
+    @property
+    def needs_last(self) -> bool:
+        return True
+
+    @property
+    def written(self) -> Pages:
+        return _NO_PAGES
+
+    @property
+    def besides(self) -> Pages:
+        return self.dst_pages
+
+    def named(self, pages: tuple[int, ...], num_tokens: int, page_size: int) -> Pages | None:  # noqa: ARG002 - a state covers all tokens
+        if not pages:
+            return self.src_pages
+        new = np.array(pages, np.int32)
+        return new if not len(self.src_pages) or np.array_equal(new, self.src_pages) else None
+
+    def take_up(self, pages: Pages, num_tokens: int) -> None:  # noqa: ARG002 - as above
+        self.src_pages = pages
+
+    def copy_of(self, table: BlockTable, pages: tuple[int, ...], pending: PendingImport) -> PageCopy:
+        if self.stop == 0 or table.num_tokens != pending.num_tokens:
+            return NOTHING
+        return PageCopy(self.dst_pages, np.array(pages, np.int32), (0, self.stop))
+
+    def complete(self, num_tokens: int) -> None:
+        self.stop = num_tokens
+
+    def contradiction(self, pages: tuple[int, ...]) -> str:
+        return f"names state page {pages[0]}; the earlier table named {self.src_pages.item(0)}"
 
 
 def step_drafted(

@@ -10,7 +10,7 @@ import torch
 from kvcache import ImportProof, KVCacheParams, PagedKVCacheManager, PendingImport, TextContext
 from kvcache.layer_groups import layer_tables
 from kvcache.params import StateShape
-from kvcache.replica.block_table import StateImportPart
+from kvcache.replica.row_states import StateImportPart
 from kvcache.sizing import page_bytes
 from kvcache.states.state_memory import room_apart
 from kvcache.states.state_pages import StatePages

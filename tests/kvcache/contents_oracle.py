@@ -43,7 +43,7 @@ from kvcache import (
     TextContext,
     WeightsChangedError,
 )
-from kvcache.replica.block_table import StateImportPart
+from kvcache.replica.row_states import StateImportPart
 from kvcache.types import RaggedKVCacheInputs
 from kvcache.weights import Running
 from tests.kvcache.build import manager_of

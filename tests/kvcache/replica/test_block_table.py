@@ -7,7 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from kvcache import InvalidRequestError
-from kvcache.replica.block_table import BlockTable, ImportPart, PageDigests, PendingImport, StateImportPart
+from kvcache.replica.block_table import BlockTable, ImportPart, PageDigests, PendingImport
+from kvcache.replica.row_states import StateImportPart
 
 
 def table(first_page: int, pages: int, page_size: int = 4, num_tokens: int | None = None) -> BlockTable:
