@@ -418,10 +418,9 @@ class PagedKVCacheManager(Uncopied):
         replica, _, row = self._claims.locate(request_id, "block_table")
         bound = self._claims.context_at(self._claims.places[request_id])
         context = None if bound is None else read_context(bound)
-        table = imports.export_table(
+        return imports.export_table(
             replica, row, context, self.fingerprint, full_pages=full_pages, first_page=first_page
         )
-        return replica.leases.sealed(row, table)
 
     def lease(self, request_id: RequestID, *, seal: Callable[[BlockTable], bytes] | None = None) -> PageLease:
         """Hold the pages of a claimed request until `end_lease`, including pages that it computes after this call.
@@ -445,7 +444,7 @@ class PagedKVCacheManager(Uncopied):
         """End a lease that no reader uses any more. Pages without another holder are freed. Safe to call twice."""
         self._mark.check_books("end_lease")
         granted = granted_by(lease, [replica.leases for replica in self._replicas.each])
-        end = functools.partial(self._replicas.each[granted].leases.end, lease)
+        end = functools.partial(granted.end, lease)
         with self._mark.changing(Call("end_lease", end)):
             end()
 

@@ -36,7 +36,7 @@ _NO_PAGES: Pages = np.zeros(0, np.int32)
 def export_table(
     replica: Replica, row: int, context: SafeContext | None, fingerprint: str, *, full_pages: bool, first_page: int
 ) -> BlockTable:
-    """Returns the block table of the tokens that the request had computed at its last `step`.
+    """Returns the block table of the tokens that the request had computed at its last `step`, with its seals.
 
     With `full_pages`, the table covers only the full pages of these tokens. If the model has one block table, of full
     attention, the exported table begins with page `first_page`. Otherwise `first_page` is ignored, and the exported
@@ -65,7 +65,7 @@ def export_table(
     groups = replica.tables.lists(row, num_tokens, first=first, windows=not full_pages)
     groups += replica.kept.named(row, num_tokens, full_pages=full_pages)
     replica.tables.tell(row, num_tokens, windows=not full_pages)
-    return BlockTable(
+    table = BlockTable(
         request_id=request_id,
         replica_idx=rows.replica_idx,
         num_tokens=num_tokens,
@@ -78,6 +78,7 @@ def export_table(
         first_page=first,
         weights=last_name(replica.lineage(row).segments) if num_tokens % size or not replica.caching else b"",
     )
+    return replica.leases.sealed(row, table)
 
 
 def check_table(

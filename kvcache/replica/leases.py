@@ -283,10 +283,9 @@ def _union(ranges: Sequence[Columns]) -> list[Columns]:
     return found
 
 
-def granted_by(lease: PageLease, books: Sequence[PageLeases]) -> int:
-    """Returns the index of the replica that made this lease. Raises `InvalidRequestError` if none did."""
+def granted_by(lease: PageLease, books: Sequence[PageLeases]) -> PageLeases:
+    """Returns the one of `books` that made this lease. Raises `InvalidRequestError` if none did."""
     of_kind("end_lease: the lease", lease, PageLease, "what lease returned", InvalidRequestError)
-    for at, each in enumerate(books):
-        if lease.owner is each:
-            return at
-    raise InvalidRequestError(f"request {lease.request_id!r}: end_lease: another manager made this lease")
+    if lease.owner not in books:
+        raise InvalidRequestError(f"request {lease.request_id!r}: end_lease: another manager made this lease")
+    return lease.owner

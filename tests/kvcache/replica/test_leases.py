@@ -649,7 +649,7 @@ def test_a_lease_is_looked_for_in_the_books_that_granted_it() -> None:
     ours, theirs = Books(), Books()
     theirs.claim(1)
     lease = theirs.lease(1)
-    assert granted_by(lease, [ours.leases, theirs.leases]) == 1
+    assert granted_by(lease, [ours.leases, theirs.leases]) is theirs.leases
     with pytest.raises(InvalidRequestError, match="request 'r1': end_lease: another manager made this lease"):
         granted_by(lease, [ours.leases])
     with pytest.raises(InvalidRequestError, match="end_lease: the lease is .*: what lease returned is needed"):
