@@ -130,8 +130,8 @@ class RowTables:
         `resume`.
         """
         digests = digests[: self.run(first, digests).num_columns]
-        digests = digests if ends is None else digests[: last_end(ends[: len(digests)])]
-        end = first + len(digests)
+        # Draft pages before the last good end are named by the digest of the page after it.
+        end = first + (len(digests) if ends is None else last_end(ends[: len(digests)]))
         found = self._seen_pages(first, end, digests)
         if not all(np.count_nonzero(pages) == pages.size for pages in found):
             there = self.pages_of(digests) != NO_PAGE
@@ -402,7 +402,8 @@ class RowTables:
         wanted = self.rows.table[:, row, : len(digests)] != NO_PAGE
         for kept in self.groups:
             for end in ends:
-                wanted[kept.tables, kept.seen_columns(end)] = True
+                columns = as_rows(kept.seen_columns(end))
+                wanted[kept.tables, columns[columns < len(digests)]] = True
         pages = np.where(wanted, self.pages_of(digests), NO_PAGE)
         at = pages.nonzero()
         return at[1], pages[at]

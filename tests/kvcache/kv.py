@@ -9,8 +9,9 @@ import numpy as np
 import torch
 import xxhash
 
-from kvcache import PagedKVCacheManager, RaggedKVCacheInputs, TextContext
+from kvcache import DraftGroup, LayerGroup, PagedKVCacheManager, RaggedKVCacheInputs, TextContext
 
+UNKNOWN = -99  # the KV of draft layers at a token whose next token is not known
 Keys = tuple[tuple[int, bytes], ...]
 Named = tuple[str | None, Keys]  # The salt and all keys of a request.
 
@@ -26,6 +27,8 @@ class Run(NamedTuple):
     tokens: list[int]
     start: int
     active: int
+    # Draft layers compute the KV of the token before this one again, because they did not know this token. -1: none.
+    again: int = -1
 
     @classmethod
     def of(cls, manager: PagedKVCacheManager, context: TextContext) -> Run:
@@ -54,17 +57,18 @@ class KVTokens:
                 tables = entry.lookup_table if entry.lookup_table.ndim == 3 else entry.lookup_table[None]
                 for number, (table, of_layers) in enumerate(zip(tables, self.manager.layer_tables.tables, strict=True)):
                     for run, row in zip(mine, table.tolist(), strict=True):
-                        seen = int(of_layers.group.first_seen(np.array(run.start)))
-                        self._run(run, row, entry, (shard, number) if number else shard, seen)
+                        self._run(run, row, entry, (shard, number) if number else shard, of_layers.group)
 
-    def _run(self, run: Run, row: list[int], entry: RaggedKVCacheInputs, part: object, seen: int) -> None:
+    def _run(self, run: Run, row: list[int], entry: RaggedKVCacheInputs, part: object, group: LayerGroup) -> None:
         """Runs one request.
 
-        `part` names the part of the model's KV. `seen` is the first token that its first query sees.
+        `part` names the part of the model's KV. `group` are the layers of this part.
         """
-        size, start, active = self.manager.page_size, run.start, run.active
-        values = kv_of(run.tokens, run.named, part)
+        size, active = self.manager.page_size, run.active
+        start = run.start - (isinstance(group, DraftGroup) and run.start == run.again)
+        values = kv_of_group(run.tokens, run.named, part, group)
         positions = np.arange(active)
+        seen = (positions >= int(group.first_seen(np.array(run.start)))) | (positions < getattr(group, "sinks", 0))
         pages, offsets = np.array(row)[positions // size], positions % size
         for pool in (entry.blocks, entry.kv_scales):
             if pool is None:
@@ -73,15 +77,15 @@ class KVTokens:
             # In this element type, the scale of a page is the scale of its last token. A page that is not full
             # therefore has no meaningful scale.
             of_page = pool.shape[3] < size
-            read = np.arange(seen, start)[(offsets[seen:start] == size - 1) if of_page else slice(None)]
+            read = np.flatnonzero(seen[:start] & ((offsets[:start] == size - 1) | (not of_page)))
             within = offsets * 0 if of_page else offsets
             found = held[pages[read], :, :, within[read]]  # [tokens, sides, layers, heads, dim]
             wrong = np.flatnonzero((found != kept[read]).any(axis=(1, 2, 3, 4)))
             assert not wrong.size, f"{run.request_id}: the KV of token {read[wrong[0]]} of {start} is another's"
             new = torch.from_numpy(kept[start:active]).to(pool.device)
             pool[pages[start:active], :, :, within[start:active]] = new.expand(-1, *pool.shape[1:3], *pool.shape[4:])
-        assert pages[seen:].all(), f"{run.request_id}: a token that is seen has no page"
-        self.compared += start - seen
+        assert pages[seen].all(), f"{run.request_id}: a token that is seen has no page"
+        self.compared += int(np.count_nonzero(seen[:start]))
 
 
 def _as_elements(values: np.ndarray, pool: torch.Tensor) -> np.ndarray:
@@ -100,6 +104,14 @@ def kv_of(tokens: list[int], named: Named, part: object) -> np.ndarray:
     for position, key in keys:
         sums[position:] += np.uint64(xxhash.xxh3_64_intdigest(repr((position, key)).encode()))
     return (sums ^ np.uint64(xxhash.xxh3_64_intdigest(repr((salt, part)).encode()))).view(np.int64)
+
+
+def kv_of_group(tokens: list[int], named: Named, part: object, group: LayerGroup) -> np.ndarray:
+    """Does the same for layers of this group. The KV of draft layers depends on the next token, too. At the last token,
+    this token is not known, so the KV there is not right.
+    """
+    values = kv_of(tokens, named, part)
+    return np.append(values[1:], UNKNOWN) if isinstance(group, DraftGroup) else values
 
 
 def goes_on(manager: PagedKVCacheManager, context: TextContext, steps: int) -> None:

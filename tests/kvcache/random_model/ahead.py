@@ -143,8 +143,7 @@ class AheadMoves(TailMoves):
         if not self.flights:
             return False
         flight = self.flights[0]
-        self.books.kv.run([self.run_ahead(entry) for entry in flight.entries], flight.step.inputs)
-        self.realize(flight)
+        self.run_flight(flight)
         live = [entry.one for entry in flight.entries if entry.advanced and self.is_live(entry)]
         self.seen["landed, and its request had gone"] += len(live) < len(flight.entries)
         late = bool(self.choose.integer(0, 1))
@@ -162,8 +161,17 @@ class AheadMoves(TailMoves):
         """Returns whether the request has pages, and was not released since the step was planned."""
         return self.live.get(entry.one.name) is entry.one and entry.one.has_pages
 
+    def run_flight(self, flight: Flight) -> None:
+        """Computes as the device would, and then knows the tokens that follow."""
+        runs = [self.run_ahead(entry) for entry in flight.entries]
+        self.books.kv.run(runs, flight.step.inputs)
+        for entry, run in zip(flight.entries, runs, strict=True):
+            self.ran(entry.one, run)
+        self.realize(flight)
+
     def run_ahead(self, entry: Entry) -> Run:
-        return Run(entry.one.name, entry.one.replica, entry.named, entry.tokens, entry.start, entry.active)
+        one = entry.one
+        return Run(one.name, one.replica, entry.named, entry.tokens, entry.start, entry.active, one.again)
 
     def realize(self, flight: Flight) -> None:
         """Replaces the future tokens of a step, in the requests that still have them."""
@@ -209,7 +217,6 @@ class AheadMoves(TailMoves):
 
     def finish(self) -> None:
         for flight in self.flights:
-            self.books.kv.run([self.run_ahead(entry) for entry in flight.entries], flight.step.inputs)
-            self.realize(flight)
+            self.run_flight(flight)
             self.manager.end_step(flight.step)
         super().finish()

@@ -10,9 +10,10 @@ from itertools import chain
 
 import numpy as np
 
-from tests.kvcache.kv import KVTokens, kv_of
+from kvcache import TextContext
+from tests.kvcache.kv import KVTokens, kv_of, kv_of_group
 from tests.kvcache.random_model import seam
-from tests.kvcache.random_model.matrix import PAGE_SIZE, ROWS, Built
+from tests.kvcache.random_model.matrix import LONGEST, PAGE_SIZE, ROWS, Built
 from tests.kvcache.random_model.orders import Orders
 from tests.kvcache.random_model.plain import (
     Content,
@@ -48,7 +49,8 @@ class Books:
         self.host_foretold = not {"files", "objects", "lends", "late copies"} & self.features
         self.blurred = False  # True if a call has been interrupted.
         self.orders = Orders(built, names)
-        tables = [Table(one.group, one.group.kind == "full") for one in self.manager.layer_tables.tables]
+        tables = [Table(one.group, number) for number, one in enumerate(self.manager.layer_tables.tables)]
+        self.tables = tables
         count = self.manager.num_replicas
         self.replicas = [
             Replica(
@@ -67,6 +69,7 @@ class Books:
         self.seen_evictions = [0] * count
         self.seen_state_evictions = [0] * count
         self.seen_right: set[tuple[int, int, Digest]] = set()
+        self.drafts: set[object] = set()  # The tokens and names for which the names of draft pages are known.
 
     @property
     def requests(self) -> dict[str, Request]:
@@ -131,10 +134,10 @@ class Books:
         """Yields each page of a request with a key. The keys give the order in which pages become idle: the last pages
         of the request first, and a full first table after the other tables.
         """
-        keeps_all = self.replicas[one.replica].tables[0].holds_all
+        is_prefix = self.tables[0].is_prefix
         for number, row in enumerate(one.rows):
             for column, page in row.items():
-                yield page, (nth, keeps_all and number == 0, -column, -number)
+                yield page, (nth, is_prefix and number == 0, -column, -number)
 
     def _learn_pages(
         self,
@@ -230,18 +233,45 @@ class Books:
         for one in replica.requests.values():
             tokens, named = one.tokens, one.named
             full = one.cached // PAGE_SIZE if replica.caching and not one.unsure and not one.private else 0
-            for number, row in enumerate(one.rows):
+            self.learn_drafts(one)
+            for table, row in zip(self.tables, one.rows, strict=True):
                 for column, page in row.items():
                     digest = digest_of.get(page)
                     if digest is not None:
-                        self.names.learn(digest, content(number, tokens, named, column))
+                        if not table.ahead:
+                            self.names.learn(digest, table.content(tokens, named, column))
+                        what = self.names.content_of[digest]
+                        assert table.holds(what, tokens, named, column), f"{one.name}: page {page} is that of {what}"
                     else:
-                        # After an interrupt, two requests may share a page that no lookup finds any more.
+                        # After an interrupt, two requests may share a page that no lookup finds any more. Forks may
+                        # share a draft page until one of them has filled the next page.
                         alone = holders[page] == 1 or one.unsure or one.private or not replica.caching
-                        assert alone, f"{one.name}: page {page} is held by another request, too"
-                        assert column >= full, (
-                            f"{one.name}: page {column} of table {number} is full, but no lookup finds it"
+                        unnamed = column >= full - table.ahead
+                        assert alone or (table.ahead and unnamed), (
+                            f"{one.name}: page {page} is held by another request, too"
                         )
+                        assert unnamed, (
+                            f"{one.name}: page {column} of table {table.number} is full, but no lookup finds it"
+                        )
+
+    def learn_drafts(self, one: Request) -> None:
+        """Learns the names of a request's draft pages, and of its states beside them. A row does not tell them: forks
+        that go on with different tokens may share a page, which has the name of the one that published it.
+        """
+        full = [token for token in one.tokens if token >= 0]
+        full = full[: len(full) // PAGE_SIZE * PAGE_SIZE]
+        drafts = [table for table in self.tables if table.ahead]
+        if not drafts or (known := (tuple(full), one.named)) in self.drafts:
+            return
+        self.drafts.add(known)
+        told = TextContext([*full, 0], LONGEST + 9, "told", cache_salt=one.named[0], extra_keys=one.named[1])
+        every = seam.digests(self.manager, told) if self.built.caching else ()
+        if every and self.tables[0].ahead:
+            for column, digest in enumerate(seam.token_digests(self.manager, told)):
+                self.names.learn(digest, content(0, full, one.named, column))
+        for table in drafts if every else ():
+            for column, digest in enumerate(every[table.number][: -table.ahead]):
+                self.names.learn(digest, table.content(full, one.named, column))
 
     def same_bytes(self, at: int, page: int, what: Content) -> None:
         """Checks on each shard that a page has the bytes of its tokens."""
@@ -254,8 +284,9 @@ class Books:
 
     def values(self, what: Content, shard: int) -> np.ndarray:
         number, tokens = int(str(what[0])), tokens_of(what)
-        part = (shard, number) if number else shard
-        return kv_of(tokens, named_of(what), part)[len(tokens) - PAGE_SIZE :]
+        part, table = (shard, number) if number else shard, self.tables[number]
+        values = kv_of_group(tokens, named_of(what), part, table.group)
+        return values[: len(tokens) - table.ahead * PAGE_SIZE][-PAGE_SIZE:]
 
     # ---- states
 

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from kvcache import BlockTable, ImportCopier, ImportProof, PageCopy, PendingImport, PromptTooLongError, TextContext
-from tests.kvcache.kv import kv_of
+from tests.kvcache.kv import kv_of, kv_of_group
 from tests.kvcache.random_model import seam
 from tests.kvcache.random_model.matrix import BUILT, LONGEST, PAGE_SIZE, ROWS, World, build
 from tests.kvcache.random_model.moves import WEIGHTS, Moves, SeededChooser
-from tests.kvcache.random_model.plain import Request
+from tests.kvcache.random_model.plain import Request, pages_of
 
 _OTHERS = {*BUILT} - {"host", "files", "objects", "quotas", "replicas"}
 """The features that two managers must share if one hands pages over to the other."""
@@ -120,7 +120,7 @@ class ImportMoves(Moves):
         if pending is None:
             assert not one.has_pages
             return self.gives_up(one)
-        one.first = [min(row, default=0) for row in one.rows]
+        one.first = [table.begins(row) for table, row in zip(self.books.tables, one.rows, strict=True)]
         if one.context.start_idx and manager.states:
             self.state_hits += 1
             self.books.touch_found(one)
@@ -184,6 +184,7 @@ class ImportMoves(Moves):
         self.call("commit_import", lambda: self.manager.commit_import(context, pending, proof))
         self.closed = pending, proof
         one.cached, one.ends = context.start_idx, mine.ends
+        one.prompt = one.again = one.cached
         assert one.cached >= mine.table.num_tokens, f"{one.name}: goes on from {one.cached} after its import"
         one.ready = one.room >= len(one.tokens)
         if self.steady:
@@ -242,13 +243,43 @@ class ImportMoves(Moves):
                     for tensor in shard:
                         tensor[int(pages[0])] = int(kv_of(one.tokens, one.named, "state")[copy.tokens[1] - 1])
                 continue
-            first, stop = copy.tokens
+            places = self.places(mine, number, copy)
             for shard, blocks in enumerate(self.manager.device_tensors[at]):
-                part = (shard, number) if number else shard
-                values = torch.from_numpy(kv_of(one.tokens, one.named, part))
-                for token in range(first, stop):
-                    page = int(pages[token // PAGE_SIZE - first // PAGE_SIZE])
+                part, group = (shard, number) if number else shard, self.books.tables[number].group
+                # The source does not know the token after its table.
+                values = torch.from_numpy(kv_of_group(one.tokens[: mine.table.num_tokens], one.named, part, group))
+                for token, page in places.items():
                     blocks[page, :, :, token % PAGE_SIZE] = values[token]
+
+    def places(self, mine: Import, number: int, copy: PageCopy) -> dict[int, int]:
+        """Returns the page of each token that is copied. Checks that they come from the same blocks."""
+        table, (first, stop) = self.books.tables[number], copy.tokens
+        pages, count = np.asarray(copy.dst_pages).tolist(), mine.table.num_tokens
+        columns = [first // PAGE_SIZE + at for at in range(pages_of(stop) - first // PAGE_SIZE) if first < stop]
+        if table.sinks:  # The tokens between the sinks and the window are left out.
+            column_of = {page: column for column, page in mine.one.rows[number].items()}
+            columns = [column_of[page] for page in pages]
+            places = {
+                token: page
+                for column, page in zip(columns, pages, strict=True)
+                for token in range(column * PAGE_SIZE, min(count, (column + 1) * PAGE_SIZE))
+            }
+            if stop == 0:  # An earlier call has returned all of them.
+                return {}
+            assert (first, stop) == (0, len(places)), f"{mine.one.name}: {stop} tokens of sinks are copied"
+        else:
+            places = {token: pages[token // PAGE_SIZE - first // PAGE_SIZE] for token in range(first, stop)}
+        theirs = self.named_pages(mine, number)
+        sources = np.asarray(copy.src_pages).tolist()[: len(columns)]
+        assert sources == [theirs[column] for column in columns], f"{mine.one.name}: other pages of the source"
+        return places
+
+    def named_pages(self, mine: Import, number: int) -> dict[int, int]:
+        """Returns the source's page of each block that the table names."""
+        table, pages = self.books.tables[number], mine.table.groups[number]
+        end = pages_of(mine.table.num_tokens)
+        columns = table.columns(end - len(pages) + (table.sinks if len(pages) < end else 0), end)
+        return dict(zip(columns, pages, strict=True))
 
     def release(self) -> bool:
         """Also releases requests that wait for an import, which closes the import."""

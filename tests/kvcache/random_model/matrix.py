@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from kvcache import KVCacheParams, LayerGroup, PagedKVCacheManager
+from kvcache import DraftGroup, KVCacheParams, LayerGroup, PagedKVCacheManager, SinkGroup
 from kvcache.layer_groups import layer_tables
 from kvcache.params import StateShape
 from kvcache.sizing import page_bytes
@@ -24,7 +24,7 @@ T = TypeVar("T")
 PAGE_SIZE, ROWS, LONGEST = 3, 4, 60
 
 BUILT = ("window", "chunk", "windows alone", "latents", "states apart", "states in slabs", "host", "files", "objects")
-BUILT += ("quotas", "replicas", "shards")
+BUILT += ("quotas", "replicas", "shards", "sinks", "draft layers")
 CALLED = ("hints", "drafts", "imports", "leases", "lends", "forks", "preemption", "batches", "renames", "stale")
 CALLED += ("own contexts", "resets", "hostile", "interrupts", "overlap", "tails", "late copies")
 FEATURES = BUILT + CALLED
@@ -34,7 +34,10 @@ ONE_OF = tuple(
     frozenset(one)
     for one in (
         *(("states apart", "states in slabs"), ("overlap", "states apart"), ("overlap", "states in slabs")),
-        *(("tails", one) for one in ("states apart", "states in slabs", "window", "chunk", "windows alone")),
+        *(
+            ("tails", one)
+            for one in ("states apart", "states in slabs", "window", "chunk", "windows alone", "sinks", "draft layers")
+        ),
     )
 )
 """Features that exclude each other. For example, steps cannot be fetched ahead with recurrent states. With windows and
@@ -192,6 +195,23 @@ def below(
 
 
 def layouts(features: Collection[str]) -> list[tuple[int, tuple[LayerGroup, ...]]]:
+    """Returns choices of layers and their groups: those of full attention, windows and chunks, and then sinks and draft
+    layers. Sinks and windows have less than a page, a page, or several pages.
+    """
+    if not {"sinks", "draft layers"} & {*features}:
+        return _plain_layouts(features)
+    base = [(0, ())] if {*features} & {"window", "chunk", "windows alone"} == {"windows alone"} else []
+    base = base or [(layers, groups or (LayerGroup("full", (0,)),)) for layers, groups in _plain_layouts(features)]
+    found: list[tuple[int, tuple[LayerGroup, ...]]] = []
+    for layers, groups in base:
+        for sinks, window in ((1, 1), (2, 5), (3, 4), (7, 8)) if "sinks" in features else ((0, 0),):
+            mine = (SinkGroup((layers,), window, sinks),) if sinks else ()
+            drafts = (DraftGroup((layers + len(mine),)),) if "draft layers" in features else ()
+            found.append((layers + len(mine) + len(drafts), (*groups, *mine, *drafts)))
+    return found
+
+
+def _plain_layouts(features: Collection[str]) -> list[tuple[int, tuple[LayerGroup, ...]]]:
     """Returns choices of layers and their groups: windows of less than a page, of several pages or of the whole prompt,
     chunks, windows with chunks, and full layers in two tables.
     """

@@ -461,17 +461,22 @@ class Moves:
             self.books.touch_state(one.replica, digest)
             self.state_hits += 1
         self.cut(one, (start, now, active))
-        self.seen["slid"] += sum(columns.start > first for columns, first in zip(plan.columns, one.first, strict=True))
+        self.seen["slid"] += sum(now > first for now, first in zip(plan.firsts, one.first, strict=True))
+        self.seen["sinks apart"] += any(
+            0 < table.sinks < first for table, first in zip(replica.tables, plan.firsts, strict=True)
+        )
+        one.prompt = len(one.tokens) if one.prompt < 0 else one.prompt
         self.books.learn(batch=[one])
         for number, (row, columns) in enumerate(zip(one.rows, plan.columns, strict=True)):
-            assert sorted(row) == [*columns], f"{one.name}: table {number} has {sorted(row)}, {columns} is needed"
+            assert sorted(row) == columns, f"{one.name}: table {number} has {sorted(row)}, {columns} is needed"
             brings = "host" in self.features and found > device
             for column in range(max(committed, start // PAGE_SIZE) if brings else committed, found):
-                digest = self.names.digest_of.get(content(number, one.tokens, one.named, column))
+                what = replica.tables[number].content(one.tokens, one.named, column)
+                digest = self.names.digest_of.get(what)
                 there = None if digest is None else replica.there.get(digest)
                 here = row.get(column) == there if there is not None else brings
                 assert column not in row or here, f"{one.name}: {column} is not shared"
-        one.first = [columns.start for columns in plan.columns]
+        one.first = plan.firsts
         one.ready = True
         self.back_from_below(one, device, found)
         self.seen["hit"] += now > start
@@ -501,7 +506,7 @@ class Moves:
         """
         end, last = committed, (len(one.tokens) - 1) // PAGE_SIZE
         replica = self.replica(one)
-        if not replica.tables[0].holds_all:
+        if not replica.tables[0].is_prefix:
             return max(end, last) if self.caching else 0
         while end < last and replica.has(content(0, one.tokens, one.named, end)):
             end += 1
@@ -512,7 +517,7 @@ class Moves:
         second and the third are the first and the last possible ones with other tiers and replicas.
         """
         replica, names = self.replica(one), self.names
-        if self.is_promised(one):
+        if self.is_promised(one) or self.ends_provisionally(one, committed):
             return committed, committed, committed
 
         def there(_: int, what: Content) -> bool:
@@ -566,14 +571,23 @@ class Moves:
             digest
             for number in range(len(one.rows))
             for column in range(min(device, found), found)
-            if column in one.rows[number]
-            and (digest := self.names.digest_of[content(number, one.tokens, one.named, column)]) not in there
+            if column in one.rows[number] and (digest := self.name_of(one, number, column)) not in there
         ]
         if len(one.rows) == 1:
             one.loads = digests
         else:
             self.books.host_foretold = False  # The model does not know which of these pages were in lower tiers.
         self.seen["came from below"] += len(digests)
+
+    def name_of(self, one: Request, table: int, column: int) -> Digest:
+        return self.names.digest_of[self.books.tables[table].content(one.tokens, one.named, column)]
+
+    def ends_provisionally(self, one: Request, committed: int) -> bool:
+        """Returns whether draft layers compute the KV of the last token of the request's `committed` pages again. The
+        request then resumes at no later token.
+        """
+        has_drafts = any(table.ahead for table in self.books.tables)
+        return has_drafts and 0 < one.cached == committed * PAGE_SIZE and one.cached >= one.prompt >= 0
 
     # ---- a step
 
@@ -625,6 +639,8 @@ class Moves:
                 one.loads = []
             self.books.learn()
         self.books.kv.run(runs, inputs)
+        for one, run in zip(requests, runs, strict=True):
+            self.ran(one, run)
         for at, states in enumerate(self.manager.states):
             if not (mine := [run for run in runs if run.replica == at]):
                 continue
@@ -648,7 +664,12 @@ class Moves:
     def run_of(self, one: Request, *, decodes: bool) -> Run:
         length = len(one.tokens)
         start, active = (length - 1, length) if decodes else (one.context.start_idx, one.context.active_idx)
-        return Run(one.name, one.replica, one.named, [*one.tokens], start, active)
+        return Run(one.name, one.replica, one.named, [*one.tokens], start, active, one.again)
+
+    def ran(self, one: Request, run: Run) -> None:
+        """Records whether draft layers have to compute the KV of the last token of a run again."""
+        self.seen["computed again"] += run.start == run.again and any(table.ahead for table in self.books.tables)
+        one.again = run.active if run.active == len(run.tokens) else -1
 
     def stepped(self, requests: Sequence[Request], *, decodes: bool = False) -> None:
         for one in requests:
@@ -704,8 +725,8 @@ class Moves:
         self.books.learn(batch=ready)
         for one, is_there, plan, enough, before in zip(ready, there, plans, had, rows, strict=True):
             if is_there and not enough:
-                assert [sorted(row) for row in one.rows] == [[*columns] for columns in plan.columns], one.name
-                one.first = [columns.start for columns in plan.columns]
+                assert [sorted(row) for row in one.rows] == plan.columns, one.name
+                one.first = plan.firsts
             else:
                 assert [{*row} for row in one.rows] == before, f"{one.name}: was refused, and its pages have changed"
                 assert is_there == enough
@@ -740,6 +761,7 @@ class Moves:
         if right < count:
             context.set_token_indices(active_idx=end + right, end_idx=end + right)
             del one.tokens[end + right :]
+            one.again = end + right
         self.update(one, self.choose.integer(1, 2))
         self.call("step", lambda: self.manager.step([context]))
         goes_back = bool(self.manager.states) and right < count
@@ -835,8 +857,8 @@ class Moves:
         replica, room = self.replica(parent), self.has_state_room(parent.replica)
         self.made += 1
         child, tokens = parent.context.fork(f"r{self.made}"), known(parent)
-        full, needed = parent.cached // PAGE_SIZE, pages_of(len(tokens))
-        fits = (needed - full) * len(replica.tables) + replica.slab_pages <= replica.free()
+        fulls, needed = self.shared_by_forks(parent), pages_of(len(tokens))
+        fits = sum(needed - full for full in fulls) + replica.slab_pages <= replica.free()
         if replica.least(len(tokens), parent.cached, len(tokens), 1) > replica.num_pages:
             return False
         if refusal := self.fork_refusal(parent):
@@ -858,21 +880,31 @@ class Moves:
             assert room is not True
             there = False
         if there:
-            rows = [{column: page for column, page in row.items() if column < full} for row in parent.rows]
+            rows = self.first_pages(parent, fulls)
             one = Request(child, parent.replica, self.made, tokens, rows, [*parent.first], parent.cached)
             one.ready, one.unsure, one.private = True, parent.unsure, parent.private
+            one.prompt = one.again = parent.cached
             assert (child.start_idx, child.active_idx) == (parent.cached, len(tokens))
             self.seen["forked in flight" if parent.context.has_future_token else "forked late"] += later
             self.live[one.name] = replica.requests[one.name] = one
             self.books.learn()
-            shared = [{column: page for column, page in row.items() if column < full} for row in one.rows]
-            rows = [{column: page for column, page in row.items() if column < full} for row in parent.rows]
-            assert shared == rows, f"{one.name}: does not share the pages of its parent"
+            rows = self.first_pages(parent, fulls)
+            assert self.first_pages(one, fulls) == rows, f"{one.name}: does not share the pages of its parent"
             own = [{*row} - {*before} for row, before in zip(one.rows, rows, strict=True)]
-            assert own == [{*range(full, needed)}] * len(own)
+            assert own == [{*range(full, needed)} for full in fulls]
         else:
             self.books.learn()
         return there
+
+    def shared_by_forks(self, parent: Request) -> list[int]:
+        """Returns for each table how many of the first blocks a fork shares with its parent. Both compute the draft KV
+        of the last token again.
+        """
+        return [(parent.cached - table.ahead) // PAGE_SIZE for table in self.books.tables]
+
+    def first_pages(self, one: Request, ends: Sequence[int]) -> list[dict[int, int]]:
+        rows = zip(one.rows, ends, strict=True)
+        return [{column: page for column, page in row.items() if column < end} for row, end in rows]
 
     def fork_refusal(self, parent: Request) -> type[Exception] | None:
         """Returns the error with which a fork of this request is refused. None if it is not refused.
@@ -881,8 +913,9 @@ class Moves:
         """
         if self.manager.states and parent.cached != parent.context.start_idx:
             return StatePageError
-        seen = [table.seen(parent.cached) for table in self.replica(parent).tables]
-        return InvalidRequestError if any(map(int.__lt__, seen, parent.first)) else None
+        tables = zip(self.books.tables, parent.first, strict=True)
+        gone = any(table.seen(parent.cached) < first > table.sinks for table, first in tables)
+        return InvalidRequestError if gone else None
 
     def has_computed(self, one: Request) -> bool:  # noqa: ARG002 - see `AheadMoves`
         """Returns whether the device has the KV of all tokens that count as computed."""
@@ -984,18 +1017,17 @@ class Moves:
         assert table.num_tokens == one.cached - (one.cached % PAGE_SIZE if full_pages else 0)
         for number, (of, row) in enumerate(zip(self.replica(one).tables, one.rows, strict=True)):
             first = min(columns, max(one.first[number], of.seen(table.num_tokens)))
-            if full_pages and not of.group.keeps_all:
-                first = columns
-            pages = [*table.groups[number]]
-            assert pages == [row[column] for column in range(first, columns)], (
-                f"{one.name}: table {number} of the block table is wrong"
-            )
-            tokens = table.num_tokens - first * PAGE_SIZE
+            none = full_pages and not of.group.keeps_all
+            pages, named = [*table.groups[number]], [] if none else of.columns(first, columns)
+            assert pages == [row[column] for column in named], f"{one.name}: table {number} of the block table is wrong"
+            # The next step computes the draft KV of the last token again.
+            tokens = sum(min(PAGE_SIZE, table.num_tokens - column * PAGE_SIZE) for column in named) - of.ahead
+            self.seen["told of sinks"] += bool(pages) and 0 < of.sinks < first
             if pages:
                 lease.told.append((pages, tokens, self.bytes_of(lease, pages, tokens)))
                 one.known.update(pages)
-            self.seen["told of a window"] += 0 < first < columns
-            self.seen["not told of a window"] += full_pages and not of.group.keeps_all
+            self.seen["told of a window"] += bool(pages) and 0 < first < columns
+            self.seen["not told of a window"] += none
         if not full_pages:
             one.state_told = one.cached
         return True
@@ -1030,7 +1062,8 @@ class Moves:
         found = self.call("contents.lease", lambda: contents.lease("asker", at, wanted, most))
         if found is None:
             needs_none = end == first or (
-                not states and all(table.seen(end * PAGE_SIZE) == end for table in replica.tables)
+                not states
+                and all(not table.columns(table.seen(end * PAGE_SIZE), end, first) for table in replica.tables)
             )
             assert needs_none or most < 1 << 20, f"{end} pages are cached, but none is lent"
             return False
@@ -1042,9 +1075,9 @@ class Moves:
             assert table.groups[-1] == (replica.kept[after],), "the lent state is not the one after these pages"
             self.books.touch_state(at, after)
             lease.state = replica.kept[after], after
-        for number, (of, pages) in enumerate(zip(replica.tables, table.groups, strict=not states)):
-            columns = range(max(first, of.seen(table.num_tokens)), end)
-            whats = [content(number, asked.tokens, asked.named, column) for column in columns]
+        for of, pages in zip(replica.tables, table.groups, strict=not states):
+            columns = of.columns(of.seen(table.num_tokens), end, first)
+            whats = [of.content(asked.tokens, asked.named, column) for column in columns]
             assert [*pages] == [replica.page_of(what) for what in whats], "the lent pages are not those of the prompt"
             if pages:
                 tokens = len(pages) * PAGE_SIZE

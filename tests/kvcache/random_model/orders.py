@@ -69,14 +69,14 @@ class Orders:
             return
         tokens, named, digest_of = one.tokens, one.named, self.names.digest_of
         ends = [part.end // PAGE_SIZE for part in (retention.ranges if retention else ()) if part.end is not None]
-        kept = int(replica.tables[0].holds_all)
+        kept = int(replica.tables[0].is_prefix)
         own = [(column, digest_of[content(0, tokens, named, column)]) for column in range(committed)] if kept else []
         beside: list[tuple[int, Digest]] = []
-        for number, table in enumerate(replica.tables[kept:], kept):
-            wanted = {column for column in one.rows[number] if column < committed}
+        for table in replica.tables[kept:]:
+            wanted = {column for column in one.rows[table.number] if column < committed - table.ahead}
             for end in ends:
-                wanted |= {*range(table.seen(end * PAGE_SIZE), min(end, committed))}
-            found = [(column, digest_of.get(content(number, tokens, named, column))) for column in sorted(wanted)]
+                wanted |= {*table.columns(table.seen(end * PAGE_SIZE), min(end, committed - table.ahead))}
+            found = [(column, digest_of.get(table.content(tokens, named, column))) for column in sorted(wanted)]
             beside += [(column, digest) for column, digest in found if digest is not None and digest in replica.there]
         held = replica.holders().keys() | replica.beside
         idle = [digest for _, digest in beside if replica.there[digest] not in held]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvcache import LayerGroup, TextContext
+from kvcache import DraftGroup, LayerGroup, SinkGroup, TextContext
 from tests.kvcache.kv import Named
 from tests.kvcache.random_model.matrix import PAGE_SIZE
 
@@ -28,13 +28,66 @@ class Table(NamedTuple):
     """
 
     group: LayerGroup
-    holds_all: bool
+    number: int
+
+    @property
+    def holds_all(self) -> bool:
+        return self.group.kind in {"full", "draft"}
+
+    @property
+    def ahead(self) -> int:
+        """How many blocks after its own the content of a page covers: one in a table of draft layers, whose KV depends
+        on the next token.
+        """
+        return int(isinstance(self.group, DraftGroup))
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether the table's pages stand for the prefix: it has a page for each block, with this block's tokens."""
+        return self.holds_all and not self.ahead
+
+    @property
+    def sinks(self) -> int:
+        """The number of the first blocks that every query sees."""
+        return pages_of(self.group.sinks) if isinstance(self.group, SinkGroup) else 0
 
     def seen(self, position: int) -> int:
-        """Returns the index of the first block that the query at `position` sees."""
-        kind, tokens = self.group.kind, self.group.window
-        first = {"full": 0, "window": position - tokens + 1, "chunked": position - position % max(tokens, 1)}[kind]
+        """Returns the index of the first block that the query at `position` sees, apart from sinks."""
+        tokens = self.group.window
+        if self.holds_all:
+            return 0
+        first = position - position % tokens if self.group.kind == "chunked" else position - tokens + 1
         return max(0, first) // PAGE_SIZE
+
+    def columns(self, first: int, end: int, start: int = 0) -> list[int]:
+        """Returns the blocks from `start` to `end` that are kept if the window begins at block `first`."""
+        return [column for column in range(start, end) if column >= first or column < self.sinks]
+
+    def begins(self, row: dict[int, int], default: int = 0) -> int:
+        """Returns the block at which the window of a row begins. It is 0 if the window has no gap before it."""
+        first = min((column for column in row if column >= self.sinks), default=default)
+        return first if first > self.sinks else 0
+
+    def content(self, tokens: list[int], named: Named, column: int) -> Content:
+        """Returns the content that the page of a block must hold. It is as good as unknown if a later block that it
+        covers is not full.
+        """
+        return content(self.number, tokens, named, column + self.ahead)
+
+    def holds(self, what: Content, tokens: list[int], named: Named, column: int) -> bool:
+        """Returns whether a page with this content holds the KV of a block. The KV of draft layers depends on the next
+        token alone, so a page may have the name of another next block.
+        """
+        if not self.ahead:
+            return what == self.content(tokens, named, column)
+        decides = (column + 1) * PAGE_SIZE + 1
+
+        def decisive(one: Content) -> Content:
+            keys = tuple(key for key in named_of(one)[1] if key[0] < decides)
+            return (one[0], named_of(one)[0], keys, *tokens_of(one)[:decides])
+
+        mine = content(self.number, tokens, named, column + 1)
+        return len(tokens_of(mine)) >= decides and decisive(what) == decisive(mine)
 
 
 def pages_of(tokens: int) -> int:
@@ -99,6 +152,11 @@ class Request:
     private: bool = False
     # The request's import was cancelled. Its next reservation first gives its pages back.
     gives_back: bool = False
+    # The number of tokens that were known when the request got its first pages, or that were computed elsewhere. -1 if
+    # the request has had no pages.
+    prompt: int = -1
+    # Draft layers compute the KV of the token before this one again, because they did not know this token. -1: none.
+    again: int = -1
 
     @property
     def name(self) -> str:
@@ -126,9 +184,10 @@ class Request:
 
 
 class Plan(NamedTuple):
-    """For each table, the blocks for which a request has pages after a reservation."""
+    """For each table, the blocks for which a request has pages after a reservation, and where its window begins."""
 
-    columns: list[range]
+    columns: list[list[int]]
+    firsts: list[int]
     found: int  # The index of the block after the last published block.
 
 
@@ -152,7 +211,7 @@ class Replica:
     @property
     def is_plain(self) -> bool:
         """Whether there is only one table, which keeps every token."""
-        return len(self.tables) == 1 and self.tables[0].holds_all
+        return len(self.tables) == 1 and self.tables[0].is_prefix
 
     def holders(self) -> Counter[int]:
         """Returns, for each page, the number of rows that hold it."""
@@ -173,8 +232,13 @@ class Replica:
             return 0
         pages = {*self.there.values()}
         end = max((max(row, default=-1) + 1 for row in one.rows), default=0)
-        absent = (min((column for column, page in row.items() if page not in pages), default=end) for row in one.rows)
-        return min(absent, default=0)
+        absent = (
+            min((column + table.ahead for column, page in row.items() if page not in pages), default=end)
+            for table, row in zip(self.tables, one.rows, strict=True)
+        )
+        # Draft pages alone do not say whether the page after the first unpublished one is full.
+        most = one.published if all(table.ahead for table in self.tables) else end
+        return min(*absent, most)
 
     def resume(
         self,
@@ -191,13 +255,15 @@ class Replica:
             return first
         tokens, named = one.tokens, one.named
         last = (len(tokens) - 1) // PAGE_SIZE
-        every = range(first, last)
+        if self.tables[0].is_prefix:  # A hit ends where this table's pages end, and with drafts a page earlier.
+            lacking = (column for column in range(first, last) if not has(column, self.content_of(one, 0, column)))
+            last = next(lacking, last)
         found = [
-            {column for column in every if has(column, content(number, tokens, named, column))}
-            for number in range(len(self.tables))
+            {column for column in range(first, last - of.ahead) if has(column, self.content_of(one, of.number, column))}
+            for of in self.tables
         ]
         for end in range(last, first, -1):
-            needed = ({*range(max(first, table.seen(end * PAGE_SIZE)), end)} for table in self.tables)
+            needed = ({*table.columns(table.seen(end * PAGE_SIZE), end, first)} for table in self.tables)
             is_there = all(some <= there for some, there in zip(needed, found, strict=True))
             if is_there and may_end(content(0, tokens, named, end - 1)):
                 return end
@@ -207,19 +273,20 @@ class Replica:
         """Returns the blocks that need pages if the request continues from `start` and has found `found` published
         blocks.
         """
-        columns: list[range] = []
+        columns, firsts = list[list[int]](), list[int]()
         for number, table in enumerate(self.tables):
             end = length + steps - 1 if table.holds_all or active >= length else active
             first = table.seen(start)
             first = max(one.first[number], min(first, found) if self.caching and not one.private else first)
-            columns.append(range(first, max(max(one.rows[number], default=-1) + 1, found, pages_of(end))))
-        return Plan(columns, found)
+            columns.append(table.columns(first, max(max(one.rows[number], default=-1) + 1, found, pages_of(end))))
+            firsts.append(first)
+        return Plan(columns, firsts, found)
 
     def least(self, length: int, start: int, active: int, steps: int) -> int:
         """Returns how many pages a request takes if it finds no cached pages."""
-        columns = [length + steps - 1 if one.holds_all or active >= length else active for one in self.tables]
-        seen = sum(pages_of(end) - one.seen(start) for one, end in zip(self.tables, columns, strict=True))
-        return seen + self.slab_pages
+        ends = [length + steps - 1 if one.holds_all or active >= length else active for one in self.tables]
+        seen = (one.columns(one.seen(start), pages_of(end)) for one, end in zip(self.tables, ends, strict=True))
+        return sum(map(len, seen)) + self.slab_pages
 
     def surplus(self, one: Request, plan: Plan, committed: int, *, freed: bool = True) -> int:
         """Returns how many free pages a reservation would leave if the device has these pages. A negative result means
@@ -228,18 +295,21 @@ class Replica:
         """
         tokens, named, holders = one.tokens, one.named, self.holders()
         new, taken, leaving = 0, set[int](), list[int]()
-        for number, (row, columns) in enumerate(zip(one.rows, plan.columns, strict=True)):
+        for table, row, columns in zip(self.tables, one.rows, plan.columns, strict=True):
             for column in columns:
-                what = content(number, tokens, named, column) if committed <= column < plan.found else None
+                what = table.content(tokens, named, column) if committed <= column < plan.found else None
                 if what is not None and self.has(what):
                     taken.add(self.page_of(what))
                     leaving += [row[column]] if column in row else []
                 else:
                     new += column not in row
-            leaving += [page for column, page in row.items() if column < columns.start]
+            leaving += [page for column, page in row.items() if column not in columns]
         idle = sum(page not in holders and page not in self.beside for page in taken)
         free = sum(holders[page] == 1 and page not in self.beside for page in leaving) if freed else 0
         return self.free() - new - idle + free
+
+    def content_of(self, one: Request, table: int, column: int) -> Content:
+        return self.tables[table].content(one.tokens, one.named, column)
 
     def page_of(self, what: Content) -> int:
         return self.there[self.names.digest_of[what]]

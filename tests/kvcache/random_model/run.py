@@ -17,7 +17,7 @@ from tests.kvcache.random_model.handover import Import
 from tests.kvcache.random_model.interrupts import Interrupted, Interrupts, end_unknown
 from tests.kvcache.random_model.matrix import FEATURES, LONGEST, PAGE_SIZE, World, drawn, pairs, with_needed
 from tests.kvcache.random_model.moves import SeededChooser
-from tests.kvcache.random_model.plain import Request, content
+from tests.kvcache.random_model.plain import Request
 from tests.kvcache.random_model.wrong import WrongCalls
 from tests.kvcache.tiers.stored_objects import StoredObjects
 
@@ -27,6 +27,8 @@ MOVES_A_MANAGER = 200
 # zero is enough.
 SIGNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("window", "chunk", "windows alone"), ("slid",)),
+    "sinks": ("told of sinks", "sinks apart"),
+    "draft layers": ("computed again",),
     **dict.fromkeys(("latents", "shards", "replicas"), ("run",)),
     **dict.fromkeys(("states apart", "states in slabs"), ("state hit",)),
     "host": ("came from the host",),
@@ -120,7 +122,8 @@ class Model(AheadMoves):
         books.lenient = False
         self.state_hits = sum(states.hits for states in manager.states)
         for one in self.live.values():
-            one.first = [min(row, default=first) for row, first in zip(one.rows, one.first, strict=True)]
+            tables = zip(books.tables, one.rows, one.first, strict=True)
+            one.first = [table.begins(row, first) for table, row, first in tables]
             one.ready = one.ready and one.room >= len(one.tokens)
             if manager.states and manager.states[one.replica].is_promised(one.name):
                 one.state_told = one.cached  # The interrupted `block_table` may have given its state to readers.
@@ -162,9 +165,11 @@ class Model(AheadMoves):
         """Learns the digests of all pages that an interrupted call may have published for a request."""
         known = [token for token in one.tokens if token != FUTURE_TOKEN]
         told = TextContext([*known, 0], LONGEST + 9, one.name, cache_salt=one.named[0], extra_keys=one.named[1])
-        for number, digests in enumerate(seam.digests(self.manager, told) if self.caching else ()):
-            for column, digest in enumerate(digests):
-                self.names.learn(digest, content(number, one.tokens, one.named, column))
+        self.books.learn_drafts(one)
+        every = seam.digests(self.manager, told) if self.caching else ()
+        for table, digests in zip(self.books.tables, every, strict=False):
+            for column, digest in enumerate(digests[: len(digests) - table.ahead]):
+                self.names.learn(digest, table.content(known, one.named, column))
 
     def drop(self, mine: Import) -> None:
         """Forgets an import that has ended in any way."""

@@ -47,11 +47,19 @@ def cached(manager: PagedKVCacheManager, request_id: str) -> int:
 
 def digests(manager: PagedKVCacheManager, context: TextContext) -> list[list[Digest]]:
     """Returns the digests of a prompt's full pages in each table. A page that ends with the last token is left out."""
-    replica, named = manager._replicas.each[0], manager.contents.digests(context)
-    width = DIGEST_BYTES[replica.hash_algorithm]
-    first = np.frombuffer(named.digests, np.uint64).reshape(-1, width // 8)
-    every = replica.tables.every(first)
+    replica = manager._replicas.each[0]
+    every = replica.tables.every(_of_tokens(manager, context))
     return [[one.tobytes() for one in table] for table in every]
+
+
+def token_digests(manager: PagedKVCacheManager, context: TextContext) -> list[Digest]:
+    """Returns the digests of the tokens in a prompt's full pages, which also name its states. As above."""
+    return [one.tobytes() for one in _of_tokens(manager, context)]
+
+
+def _of_tokens(manager: PagedKVCacheManager, context: TextContext) -> Any:
+    width = DIGEST_BYTES[manager._replicas.each[0].hash_algorithm]
+    return np.frombuffer(manager.contents.digests(context).digests, np.uint64).reshape(-1, width // 8)
 
 
 def most_computed(manager: PagedKVCacheManager, request_id: str) -> tuple[int, bool]:

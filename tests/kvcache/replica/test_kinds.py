@@ -19,7 +19,10 @@ from kvcache import (
     KVCacheParams,
     LayerGroup,
     PagedKVCacheManager,
+    RangeRetention,
+    Retention,
     SinkGroup,
+    StateShape,
     TextContext,
 )
 from kvcache.events.wire import spec_of
@@ -368,3 +371,36 @@ def test_sinks_that_come_from_the_host_are_published_with_the_next_page() -> Non
         manager.flush_tiers()
         evict_idle(manager)
         assert manager.contents.cached(0, manager.contents.digests(context)) == 0
+
+
+@pytest.mark.parametrize("next_page", [True, False])
+def test_a_state_in_the_middle_of_a_cached_prefix_is_resumed_from_beside_draft_layers(*, next_page: bool) -> None:
+    """The draft page before the state is named by the page after it, which the lookup must not leave out."""
+    groups = LayerGroup("full", (0,)), DraftGroup((1,))
+    shape = StateShape(1, 1, 1, 1, 1, 2, torch.float32, torch.float32)
+    manager = manager_of(40, layers=2, params={"groups": groups, "states": shape, "state_copies": 4})
+    first = TextContext(range(9), 64, "first")
+    second = TextContext([*range(9), *[1] * (2 + next_page), 5], 64, "second")
+    (states,) = manager.states
+    with manager.claim(first):
+        while first.start_idx < 17:  # the state at token 12 is kept only until there is one at token 16
+            assert manager.maybe_reserve(first)
+            manager.fetch([first])
+            states.advance(states.pages_at(["first"], [first.start_idx]), [first.active_idx])
+            first.update(1)
+            manager.step([first])
+    with manager.claim(second):
+        assert manager.maybe_reserve(second)
+        assert second.start_idx == 8 * next_page
+
+
+def test_a_hint_for_tokens_after_the_published_pages_keeps_the_sinks_that_are_there() -> None:
+    groups = LayerGroup("full", (0,)), SinkGroup((1,), window=4, sinks=8)
+    manager = manager_of(40, layers=2, params={"groups": groups})
+    for length in (3, 6, 40):  # in pages of 4 tokens: no page, a part of the sinks, and all of them
+        context = TextContext([length, *range(length - 1)], 64, f"{length}")
+        context.retention = Retention(True, 50, None, ranges=(RangeRetention(0, 60, True, 75, None),))
+        with manager.claim(context):
+            run(manager, context)
+        manager.check()
+    assert manager.num_held_blocks == 0
