@@ -182,6 +182,7 @@ CHANGES: dict[str, Callable[[Rig], Callable[[], object]]] = {
     "commit_import": lambda it: it.commit(),
     "cancel_import": lambda it: lambda: it.manager.cancel_import(it.pending),
     "reset_prefix_cache": lambda it: it.manager.reset_prefix_cache,
+    "set_weights": lambda it: lambda: it.manager.set_weights(2),
     "flush_tiers": lambda it: it.manager.flush_tiers,
     "contents.lease": lambda it: lambda: it.manager.contents.lease("peer", 0, it.wanted, 99),
     "contents.bring": lambda it: it.below(
