@@ -100,8 +100,8 @@ class PagesBelow:
     def load_all(self) -> None:
         """Wait for all copies to the device."""
 
-    def coming(self, row: int | None = None) -> list[Pages]:  # noqa: ARG002 - as above
-        """Returns the pages that are being copied to the device for this row, or for all rows if `row` is None."""
+    def coming(self) -> list[Pages]:
+        """Returns the pages that are being copied to the device."""
         return []
 
     def restart(self) -> None:

@@ -531,8 +531,8 @@ class ReplicaTier(PagesBelow, PageReader):
         if self.is_copying:
             self.poll()
 
-    def coming(self, row: int | None = None) -> list[Pages]:
-        return [load.pages for load in (self.open_loads if row is None else self._loads.get(row, ()))]
+    def coming(self) -> list[Pages]:
+        return [load.pages for load in self.open_loads]
 
     def store_all(self) -> None:
         while self.waiting or self.stores:

@@ -35,7 +35,7 @@ def test_a_replica_without_lower_tiers_finds_nothing_and_loads_nothing() -> None
     assert below.ask(DIGESTS, ASKED) is False
     for wait in (False, True):
         assert below.to_host(DIGESTS, ASKED, 3, wait=wait) is False
-    assert below.coming() == below.coming(0) == []
+    assert below.coming() == []
     assert {below.keeps, below.fetches, below.asks, below.is_bringing} == {False}
     assert below.generation == below.answers == below.brought_at_once == below.longest_tail == 0
 

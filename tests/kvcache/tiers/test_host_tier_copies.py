@@ -141,7 +141,7 @@ def test_pages_are_loaded_while_the_model_runs_and_are_held_until_the_copy_has_e
     it.tier.hold(slots)
     it.tier.restore(3, own, slots)
     assert it.mover.begun[-1] == ("load", [2], [1]), "the copy begins at once"
-    assert (it.pool.writers[2], [pages.tolist() for pages in it.tier.coming(3)]) == (1, [[2]])
+    assert (it.pool.writers[2], [pages.tolist() for pages in it.tier.coming()]) == (1, [[2]])
     assert not it.tier.is_loading
     if left:
         it.tier.leave(3, ids(), names(), lambda found: np.zeros(len(found), np.bool_))
@@ -149,7 +149,7 @@ def test_pages_are_loaded_while_the_model_runs_and_are_held_until_the_copy_has_e
         it.tier.arrive(slice(2, 4))
         assert it.mover.copies[-1].ordered, "the kernel that reads the page runs after the copy"
     assert it.tier.is_loading
-    assert (it.tier.coming(3), [pages.tolist() for pages in it.tier.coming()]) == ([], [[2]])
+    assert [pages.tolist() for pages in it.tier.coming()] == [[2]]
     it.pool.release(own)
     assert (it.pool.writers[2], it.host.pool.holders[1], it.pool.free_count) == (1, 1, 6)
     if left:
