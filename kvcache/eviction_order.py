@@ -81,6 +81,13 @@ class EvictionOrder(Protocol):
 
     # ---- optional for an order
 
+    def append_old(self, pages: Pages | Indices) -> None:
+        """Add `pages`, sorted as for `append`, that are to be evicted before all others: they are of other weights.
+
+        If an order does not override it, they are evicted like any page that becomes idle.
+        """
+        self.append(pages)
+
     def first(self) -> int:
         """Returns the page that `pop` would return first, without removing it. Undefined if the order is empty."""
         return int(self.pages()[0])

@@ -317,8 +317,11 @@ class Replicas:
         weights = self.rows.weights
         before = weights.now
         weights.switch(version)
-        if weights.now is not before and (what := MUST[running]):
-            for replica in self.each:
+        what = MUST[running] if weights.now is not before else 0
+        for replica in self.each if weights.now.switches else ():
+            for pool in (replica.pool, *replica.kept.pools):
+                pool.set_version(weights.numbers[weights.version])
+            if what:
                 replica.rows.mark_stale(what)
 
     @property

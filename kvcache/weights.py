@@ -70,6 +70,7 @@ class Weights:
     Attributes:
         now: the lineage of a request whose pages are all of the current version.
         before: the version before the last switch.
+        numbers: a number for each version that was current, the most recent one last. The first version has 0.
 
     Examples:
         >>> weights = Weights("step 1")
@@ -85,6 +86,7 @@ class Weights:
     def __init__(self, version: Version = None) -> None:
         self.now = Lineage((Segment(0, version_bytes("weights", version)),), 0)
         self.before = self.version
+        self.numbers: dict[bytes | None, int] = {self.version: 0}
 
     @property
     def version(self) -> bytes | None:
@@ -96,6 +98,7 @@ class Weights:
         found = version_bytes("weights", version)
         if found != self.version:
             self.before = self.version
+            self.numbers[found] = self.numbers.pop(found, len(self.numbers))
             # One assignment, so that an interrupt finds either the old version or the new one.
             self.now = Lineage((Segment(0, found),), self.now.switches + 1)
 

@@ -67,6 +67,7 @@ class HintedOrder(EvictionOrder):
         # For each page, the time at which its hint expires. Read only for kinds of hints with a time to live.
         self._expires: Times = np.zeros(num_pages + 1)
         self._positions = 0
+        self._before_all = -(1 << 61)  # less than every position that `_since` has, and than every rank
         # The number of pages of `_older` that are replaced by newer pages (`renew`). The next pages that move to
         # `_older`, as many as this number, do not advance `_positions`. So renewals do not age the other pages.
         self._renewed = 0
@@ -106,6 +107,14 @@ class HintedOrder(EvictionOrder):
         excess = self._recent.count - int((1.0 - self.share) * self.count)
         if excess > 0:
             self._settle(self._recent.pop(excess))
+
+    def append_old(self, pages: Pages | Indices) -> None:
+        self.count += len(pages)
+        self.codes[pages] = NEUTRAL
+        self._before_all -= 1
+        self._since[pages] = self._before_all
+        self._settled[pages] = True
+        self._older_of(NEUTRAL).append_old(pages)
 
     def remove(self, pages: Pages | Indices) -> None:
         self.count -= len(pages)
@@ -192,9 +201,13 @@ class HintedOrder(EvictionOrder):
         self._settled[pages] = True
         codes = self.codes[pages]
         for code in set(codes.tolist()):
-            if code not in self._older:
-                self._older[code] = LruOrder(self._num_pages, self._log)
-            self._older[code].append(pages[codes == code])
+            self._older_of(code).append(pages[codes == code])
+
+    def _older_of(self, code: int) -> LruOrder:
+        """Returns the order of this kind of hint in `_older`."""
+        if code not in self._older:
+            self._older[code] = LruOrder(self._num_pages, self._log)
+        return self._older[code]
 
     def _pop_older(self, most: int) -> Pages:
         """Pop up to `most` pages of the lowest ranks.

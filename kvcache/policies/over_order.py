@@ -72,6 +72,11 @@ class CheckedOrder(OverOrder):
         self.count += len(pages)
         self._order.append(pages.copy())
 
+    def append_old(self, pages: Pages | Indices) -> None:
+        self._idle[pages] = True
+        self.count += len(pages)
+        self._order.append_old(pages.copy())
+
     def remove(self, pages: Pages | Indices) -> None:
         self._idle[pages] = False
         self.count -= len(pages)

@@ -9,7 +9,7 @@ its slab. In the records of quotas, the number of the slab's first page stands f
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -213,10 +213,16 @@ class QuotaOrder(OverOrder):
         self._quotas.own(self._named(pages), salt)
 
     def append(self, pages: Pages | Indices) -> None:
+        self._append(pages, self._order.append)
+
+    def append_old(self, pages: Pages | Indices) -> None:
+        self._append(pages, self._order.append_old)
+
+    def _append(self, pages: Pages | Indices, append: Callable[[Pages | Indices], None]) -> None:
         if not len(pages):
             return
         self._quotas.append(self._named(pages), slabs=self._of_slabs)
-        self._order.append(pages)
+        append(pages)
         self.count = self._order.count
 
     def remove(self, pages: Pages | Indices) -> None:

@@ -89,6 +89,19 @@ class LruOrder(EvictionOrder):
             self._live[chunk] += len(part)
             pages = pages[len(part) :]
 
+    def append_old(self, pages: Pages | Indices) -> None:
+        self.count += len(pages)
+        while pages.size:
+            if not self._head:  # no room before the oldest entry
+                self.chunks.insert(0, self._spare_chunk())
+                self._head = CHUNK
+            chunk, end = self.chunks[0], self._head
+            part, pages = pages[-end:], pages[:-end]
+            self._head = end - len(part)
+            self._log[chunk, self._head : end] = part
+            self._stamp[part] = np.arange(chunk * CHUNK + self._head, chunk * CHUNK + end, dtype=np.int32)
+            self._live[chunk] += len(part)
+
     def remove(self, pages: Pages | Indices) -> None:
         if not len(pages):
             return
@@ -239,7 +252,10 @@ class LruOrder(EvictionOrder):
         self._spare.append(chunk)
 
     def _open_chunk(self) -> None:
+        self.chunks.append(self._spare_chunk())
+        self._filled = 0
+
+    def _spare_chunk(self) -> int:
         if not self._spare and not self.squeeze():
             next(order for order in self._family if order is not self and order.squeeze())
-        self.chunks.append(self._spare.pop())
-        self._filled = 0
+        return self._spare.pop()

@@ -17,8 +17,8 @@ from kvcache.errors import (
 from kvcache.events.log import AnyLog, NoLog
 from kvcache.layer_groups import LayerTables
 from kvcache.params import HashAlgorithm, KVCacheParams
-from kvcache.pool.index import Digests
-from kvcache.pool.pages import PagePool
+from kvcache.pool.index import NO_PAGE, Digests
+from kvcache.pool.pages import PagePool, VersionNumbers
 from kvcache.pool.pages_below import PagesBelow
 from kvcache.replica.context import ContextIndices, HasherOfRow, SafeContext
 from kvcache.replica.copier import ImportBook
@@ -471,16 +471,25 @@ class Replica:
         self.imports.leave(row)
         self._hashers.pop(row, None)
         self._named.pop(row, None)
-        self._lineages.pop(row, None)
         self.counter.open.discard(row)
         pages = self.tables.pages(row, self.rows.num_pages.item(row)).copy()
         if names is not None:
             full = self.tables.pages(row, self.rows.committed.item(row))
             self.tier.leave(row, full[self.pool.index.published[full]], names, self.kept.ends)
         self.leases.leave(row, self.tables.pages)
+        if self.pool.versions is not None:
+            self.pool.versions.of[self._own_pages(row)] = VersionNumbers.NO_VERSION
+        self._lineages.pop(row, None)
         self.rows.unbind(row)
         self.pool.release(pages)
         self.kept.release(request_id)
+
+    def _own_pages(self, row: int) -> Pages:
+        """Returns the row's pages that only its request and its forks find, because the weights changed before them."""
+        lineage = self._lineages.get(row)
+        first = next((one.first_page for one in lineage.segments if one.mark), None) if lineage else None
+        pages = self.rows.table[:, row, : 0 if first is None else self.rows.num_pages.item(row)][:, first:]
+        return pages[pages != NO_PAGE]
 
     def forget(self) -> None:
         """Let nobody find any page or state of before, neither now nor when running requests compute more.
