@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from scheduler_adapters.pull_or_compute import PullOrCompute
 from scheduler_adapters.service import prefill, server
 from scheduler_adapters.service.peer_prefixes import PeerPrefixes
 from scheduler_adapters.service.program import die_with_parent
-from scheduler_adapters.service.pull_or_compute import PullOrCompute
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -29,7 +29,7 @@ VALUES = {
     # the rest of this room looks at a manager from outside
     "kvcache.endpoints": {"addresses", "dialer", "families", "publisher", "reset", "sockets"},
     "transfer": {"errors", "failures", "memory", "spans", "stats"},
-    "scheduler_adapters": {"base", "checkpoints", "errors", "interrupts", "loop", "overlapped"},
+    "scheduler_adapters": {"base", "checkpoints", "errors", "interrupts", "loop", "overlapped", "pull_or_compute"},
     "pagewire": {"arguments", "distribution", "extras", "listening", "plots", "tables", "viewer"},
 }
 _MANAGER = {"kvcache values", "kvcache.replica", "kvcache"}
@@ -61,7 +61,10 @@ ROOMS: dict[str, set[str]] = {
         *("transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"),
     },
     "transfer.engine": {"kvcache values", "transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"},
-    "transfer.connector": {"kvcache values", "transfer values", "transfer.plan", "transfer.wire", "transfer.pull"},
+    "transfer.connector": {
+        *("kvcache values", "kvcache.replica"),
+        *("transfer values", "transfer.plan", "transfer.wire", "transfer.pull"),
+    },
     "transfer": {
         *("kvcache.endpoints values", "kvcache.watch"),
         *("transfer values", "transfer.wire", "transfer.nixl", "transfer.pull", "transfer.engine"),
@@ -86,8 +89,9 @@ ROOMS: dict[str, set[str]] = {
         *("transfer values", "transfer.wire", "transfer.pull", "transfer.connector", "scheduler_adapters.service"),
     },
     "scheduler_adapters.vllm": {
-        *("kvcache values", "kvcache.endpoints values", "kvcache.pool", "kvcache.tiers"),
-        *("transfer values", "transfer.wire", "transfer.nixl", "transfer.connector", "scheduler_adapters values"),
+        *("kvcache values", "kvcache.endpoints values", "kvcache.pool", "kvcache.replica", "kvcache.tiers"),
+        *("transfer values", "transfer.wire", "transfer.nixl", "transfer.pull", "transfer.connector"),
+        "scheduler_adapters values",
     },
     "scheduler_adapters": set(),
     "pagewire values": {"scheduler_adapters values"},

@@ -76,6 +76,8 @@ class PageDigests(NamedTuple):
     digests: bytes  # the digests one after another, from `first_page` on
     # the index in the prompt of the page of the first digest; each digest also covers all earlier pages
     first_page: int = 0
+    # Pairs of a name and a value: what else the KV depends on and no digest covers, such as the files of an adapter.
+    named: tuple[tuple[str, str], ...] = ()
 
 
 class PageCopy(NamedTuple):

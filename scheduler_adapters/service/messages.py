@@ -24,7 +24,7 @@ from kvcache.layer_groups import LayerGroup
 from kvcache.params import HashAlgorithm
 from kvcache.replica.block_table import BlockTable
 from scheduler_adapters.errors import MessageError
-from transfer.pull.source import Source
+from transfer.pull.source import KVSource, Source
 
 Role = Literal["prefill", "decode"]
 Finished = Literal["eos", "length", "error", "cancelled"]
@@ -55,16 +55,6 @@ class OfAttempt(Message, frozen=True, kw_only=True):
 
     request_id: Name  # the client's id of the request
     attempt: Attempt  # number of the attempt, chosen by decode; it increases with each attempt at any request
-
-
-class KVSource(msgspec.Struct, frozen=True):
-    """A process that may have pages of a prompt. It is asked before the prompt is computed."""
-
-    address: Name  # endpoint of its `PageExchange`
-    # Engine ids of its replicas, the likeliest first.
-    engines: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=64)]
-    # a lower bound of the prompt tokens that the process has; 0 if unknown
-    tokens: Annotated[int, Meta(ge=0, le=_MAX_PROMPT)] = 0
 
 
 KVSources = Annotated[tuple[KVSource, ...], Meta(max_length=8)]

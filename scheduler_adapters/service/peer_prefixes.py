@@ -31,8 +31,8 @@ from kvcache.replica.context import TextContext
 from kvcache.replica.copier import ImportProof
 from scheduler_adapters.base import PulledPages
 from scheduler_adapters.loop import Request
+from scheduler_adapters.pull_or_compute import PullOrCompute
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.pull_or_compute import PullOrCompute
 from scheduler_adapters.service.requests import Recent
 from scheduler_adapters.service.stretches import FromTheEnd, FromTheFront, NextPages, Stretches
 from transfer.pull.asking import Lent

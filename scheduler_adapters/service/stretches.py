@@ -22,7 +22,7 @@ from kvcache.replica.block_table import BlockTable, PageDigests, PendingImport
 from kvcache.replica.context import TextContext
 from kvcache.replica.copier import ImportProof
 from scheduler_adapters.base import PulledPages
-from scheduler_adapters.service.pull_or_compute import PullOrCompute
+from scheduler_adapters.pull_or_compute import PullOrCompute
 from scheduler_adapters.service.reserving import reserve
 
 _MOST_S = 1.0  # in seconds: the longest that pulling one stretch from the end should take

@@ -28,7 +28,8 @@ def read_options(vllm_config: VllmConfig, *, listens: bool = False) -> Options:
     """
     transfer = _transfer_config(vllm_config)
     index = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)
-    return options_of(transfer.kv_connector_extra_config, index, serves=transfer.is_kv_producer, resolves=listens)
+    extra = transfer.kv_connector_extra_config
+    return options_of(extra, index, serves=transfer.is_kv_producer or bool(extra.get("lend")), resolves=listens)
 
 
 def worker_config(

@@ -160,7 +160,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Sets the manager of vLLM's blocks."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduling.manager = kv_cache_manager
+        self._scheduling.bind(kv_cache_manager)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:  # noqa: ARG002
         """Returns all transferred groups, because a load reads every one of them."""
@@ -191,7 +191,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         """Handles the workers' reports on leases and loads."""
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, WorkersMetadata):
-            self._scheduling.update(metadata.outputs)
+            self._scheduling.update(metadata)
         for request_ids in (connector_output.finished_sending, connector_output.finished_recving):
             self._scheduling.freed(request_ids or ())
 
@@ -201,6 +201,10 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         A lease that waits for its reader does not count, because it may last for half a minute.
         """
         return self._scheduling.frees_soon
+
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM must run a step although it has no request: a peer asks for blocks, or reads some."""
+        return self._scheduling.lends
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Handles the end of a request of a model with one group."""
@@ -266,8 +270,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Returns this rank's output for the scheduler's side; None if there is none."""
-        output = self._working.take_output()
-        return WorkersMetadata([(self._working.running.config.rank, output)]) if output else None
+        return self._working.take_report()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Returns the figures since the last call.

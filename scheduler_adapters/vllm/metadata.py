@@ -26,19 +26,23 @@ class StepMetadata(KVConnectorMetadata):
         parked: requests that vLLM has parked until their load has ended.
         finished: requests whose blocks vLLM keeps until their lease has ended.
         refused: parked requests that cannot be loaded. They are reported as failed without a load.
+        marker: the workers send this number back with the step's output, unless it is 0. When it has returned, all
+            steps up to this one have ended, and write to no block any more.
     """
 
     step: ConnectorMetadata = field(default_factory=ConnectorMetadata)
     parked: set[str] = field(default_factory=set[str])
     finished: set[str] = field(default_factory=set[str])
     refused: set[str] = field(default_factory=set[str])
+    marker: int = 0
 
 
 @dataclass
 class WorkersMetadata(KVConnectorWorkerMetadata):
-    """The workers' reports after a step: each rank's output, in order of arrival."""
+    """The workers' reports after a step: each rank's output, in order of arrival, and the step's marker."""
 
     outputs: list[tuple[int, WorkerOutput]]
+    marker: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Concatenates two reports.
@@ -47,7 +51,7 @@ class WorkersMetadata(KVConnectorWorkerMetadata):
         """
         if not isinstance(other, WorkersMetadata):
             raise TypeError(f"got worker metadata of type {type(other).__name__}; WorkersMetadata is expected")
-        return WorkersMetadata(self.outputs + other.outputs)
+        return WorkersMetadata(self.outputs + other.outputs, max(self.marker, other.marker))
 
 
 @dataclass

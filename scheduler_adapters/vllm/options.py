@@ -48,6 +48,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         kv_lease_duration: duration of a lease that no reader renews, in seconds.
         load_timeout: time until a load fails, in seconds.
         model_id: name of the weights, which both sides must share; vLLM's name if empty.
+        lend: fraction of the blocks that peers may hold at the same time, 0 to 1. With 0 none are lent. If it is given,
+            a `kv_consumer` listens on the port, too; otherwise the default is 0 there, and 0.25 elsewhere.
+        ask_timeout: how long peers may take to say which blocks of a prompt they have, in seconds. 0: none is asked.
     """
 
     host: str = msgspec.field(default_factory=lambda: envs.VLLM_NIXL_SIDE_CHANNEL_HOST)
@@ -60,6 +63,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     kv_lease_duration: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)] = _TIMING.lease
     load_timeout: Annotated[float, Meta(gt=0)] = _TIMING.load
     model_id: str = ""
+    lend: Annotated[float, Meta(ge=0, le=1)] | None = None
+    ask_timeout: Annotated[float, Meta(ge=0, le=60)] = 0.05
 
     @property
     def keys(self) -> Keyring | None:
@@ -81,19 +86,21 @@ _EXPECTED = {
     "kv_lease_duration": f"a number of seconds above 0, at most {MAX_LEASE_S:g}",
     "load_timeout": "a number of seconds above 0",
     "model_id": "a text",
+    "lend": "a number from 0 to 1",
+    "ask_timeout": "a number of seconds from 0 to 60",
 }
 _VLLMS = {"host": "VLLM_NIXL_SIDE_CHANNEL_HOST", "port": "VLLM_NIXL_SIDE_CHANNEL_PORT"}
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(Options)}
-_NO_WAY_BACK = "pages go only from prefill to decode"
+_NO_WAY_BACK = "kv_sources of a request says where prefill finds blocks of decode"
 # The options of vLLM's NIXL connector that are not ours: the value that says what this connector does in any case, if
 # there is one, and what to do instead.
 _THEIRS: dict[str, tuple[Any, str]] = {
     "backends": (["UCX"], "NIXL reads through UCX here; remove it"),
     "bidirectional_kv_xfer": (False, f"{_NO_WAY_BACK}; remove it"),
-    "decoder_kv_blocks_ttl": (None, f"{_NO_WAY_BACK}; kv_lease_duration says for how long prefill keeps them"),
+    "decoder_kv_blocks_ttl": (None, f"{_NO_WAY_BACK}, as long as vLLM caches them; remove it"),
     "enforce_handshake_compat": (True, "both sides are always compared; name equal weights by model_id"),
     "engine_ttl": (None, "an engine is forgotten once it no longer answers; remove it"),
-    "kv_recompute_threshold": (None, f"{_NO_WAY_BACK}, and whatever a request names is read; remove it"),
+    "kv_recompute_threshold": (None, f"{_NO_WAY_BACK}, and they are pulled if that is quicker; remove it"),
     "num_threads": (None, "each agent of NIXL has one UCX thread here; remove it"),
     "push_registration_timeout": (None, "decode always reads; load_timeout says for how long it waits"),
 }  # fmt: skip

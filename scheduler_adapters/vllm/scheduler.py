@@ -25,12 +25,15 @@ import torch
 from vllm.v1.request import RequestStatus
 
 from kvcache.endpoints.addresses import in_endpoint, resolved
+from scheduler_adapters.vllm.cached_blocks import why_unfit
 from scheduler_adapters.vllm.config import read_options, worker_config
-from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
+from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata, WorkersMetadata
+from scheduler_adapters.vllm.prefix_exchange import NoPrefixes, Prefixes, PrefixExchange, say_unfit
 from scheduler_adapters.vllm.samples import FirstSample, SharedLeases, SharedLoads, is_later_prompt
+from scheduler_adapters.vllm.sources import next_sources
 from scheduler_adapters.vllm.versions import IS_TRIED, OURS, TRIED, VLLM
 from scheduler_adapters.vllm.weights import named_adapter
-from transfer.connector.metadata import WorkerOutput
+from transfer.connector.metadata import Progress
 from transfer.connector.scheduler import NixlConnectorScheduler
 from transfer.errors import EngineClosedError, InvalidEngineError, TransferError, TransferParamsError
 from transfer.wire.handshake import differences
@@ -63,7 +66,13 @@ class SchedulerSide:
         options = self._options = read_options(vllm_config, listens=True)
         config, transfer = worker_config(vllm_config, kv_cache_config), vllm_config.kv_transfer_config
         self.manager: KVCacheManager | None = None
-        self._serves = bool(transfer and transfer.is_kv_producer)
+        produces = bool(transfer and transfer.is_kv_producer)
+        lend = (0.25 if produces else 0.0) if options.lend is None else options.lend
+        self._unfit = why_unfit(vllm_config, kv_cache_config, config.groups)
+        self._share = 0.0 if self._unfit else lend
+        self._serves = produces or self._share > 0
+        self._hash = str(vllm_config.cache_config.prefix_caching_hash_algo)
+        self._prefixes: Prefixes = NoPrefixes()
         rescues = bool(transfer and transfer.kv_load_failure_policy == "recompute")
         self._failure_level = logging.WARNING if rescues else logging.ERROR
         self._saves = config.kv_buffer_device == "cpu"
@@ -87,15 +96,29 @@ class SchedulerSide:
         # spans of traced requests that read from a source, until their load has ended
         self._spans: dict[str, HandoverSpan] = {}
 
+    def bind(self, manager: KVCacheManager) -> None:
+        """Sets vLLM's block manager, which exists later than this object."""
+        self.manager = manager
+        if self._unfit:
+            say_unfit(self._unfit, self._options, self._share)
+        else:
+            self._prefixes = PrefixExchange(self._connector, manager, self._options, self._hash, self._share)
+
+    @property
+    def lends(self) -> bool:
+        """Whether a peer asks for cached blocks, or reads some."""
+        return self._prefixes.pending
+
     def set_handshake_metadata(self, ranks: Mapping[tuple[int, int], RankHandshakeMetadata]) -> None:
         """Starts the handshake server, and logs that.
 
         Each key of `ranks` is a pair of a pipeline rank and a tensor-parallel rank.
         """
+        tp_size, first = self._connector.config.tp_size, ranks[min(ranks)].fingerprint
+        self._prefixes.start(first)
         if not self._serves:
             self._say_started("reads only")
             return
-        tp_size, first = self._connector.config.tp_size, ranks[min(ranks)].fingerprint
         for (pp, tp), rank in ranks.items():
             if differ := differences(first, rank.fingerprint, ("on this rank", "on rank 0")):
                 raise InvalidEngineError(f"rank {pp * tp_size + tp} of this engine differs from rank 0: {differ}")
@@ -130,6 +153,8 @@ class SchedulerSide:
             return
         if is_first:
             self._begin(request)
+        else:
+            self._prefixes.begin(request)
         if _is_source(params):
             self._leases.join(request_id)
             self._shorten(request, params)
@@ -143,7 +168,9 @@ class SchedulerSide:
                 if params is None
                 else self._connector.read(request_id, params, prompt_of(request, request.num_prompt_tokens))
             )
-            if wanted is not None:
+            if wanted is None:
+                self._prefixes.begin(request)
+            else:
                 self._connector.hold(request_id, wanted)
                 self._waiting[request_id] = wanted
                 self._begin_span(request, wanted)
@@ -221,6 +248,8 @@ class SchedulerSide:
         if request_id in self._refused or (first is not None and first.has_failed):
             return max(0, request.num_prompt_tokens - num_computed_tokens)
         wanted, limit = self._waiting.get(request_id), self._limit(request)
+        if wanted is None and self._prefixes.waits(request, num_computed_tokens):
+            return None
         if wanted is None or (self._has_states and wanted.num_tokens > limit):
             return 0
         return max(0, min(wanted.num_tokens, limit) - num_computed_tokens)
@@ -306,32 +335,40 @@ class SchedulerSide:
                 self._connector.save(request_id, blocks)
                 del self._unsaved[request_id]
         metadata, self._next = self._next, StepMetadata()
+        metadata.marker = self._prefixes.step()
         metadata.step = self._connector.build_metadata()
         return metadata
 
-    def update(self, outputs: Sequence[tuple[int, WorkerOutput]]) -> None:
+    def update(self, metadata: WorkersMetadata) -> None:
         """Processes the workers' outputs."""
-        for rank, output in outputs:
+        self._prefixes.returned(metadata.marker)
+        for rank, output in metadata.outputs:
             progress = self._connector.update(rank, output)
+            self._prefixes.update(progress)
+            if output.weights:
+                self._prefixes.changed_weights()
             for request_id, (fence_at, over_at) in output.times.items():
                 # every rank reports these times, but the span of a request ends only once
                 if (span := self._spans.get(request_id)) is not None:
                     span.begin("fence", fence_at)
                     span.begin("commit", over_at)
-            for request_id in progress.received - progress.failed.keys():
-                self._end_span(request_id)
-            for request_id, unwritten in progress.unwritten.items():
-                self._hide(request_id, unwritten)
-            for request_id, reason in progress.failed.items():
-                self._end_span(request_id, reason)
-                if self._waiting.pop(request_id, None) is not None:
-                    self._refuse(request_id, reason)
-                else:
-                    self._tell_failure(reason)
-            for request_id, reason in progress.sent.items():
-                self._leases.over(request_id)
-                if reason != "read":
-                    logger.warning("request %r: its pages were freed before they were read: %s", request_id, reason)
+            self._update(progress)
+
+    def _update(self, progress: Progress) -> None:
+        for request_id in progress.received - progress.failed.keys():
+            self._end_span(request_id)
+        for request_id, unwritten in progress.unwritten.items():
+            self._hide(request_id, unwritten)
+        for request_id, reason in progress.failed.items():
+            self._end_span(request_id, reason)
+            if self._waiting.pop(request_id, None) is not None:
+                self._refuse(request_id, reason)
+            else:
+                self._tell_failure(reason)
+        for request_id, reason in progress.sent.items():
+            self._leases.over(request_id)
+            if reason != "read":
+                logger.warning("request %r: its pages were freed before they were read: %s", request_id, reason)
 
     def freed(self, request_ids: Iterable[str]) -> None:
         """Records that vLLM no longer waits for the lease or the load of some requests."""
@@ -367,13 +404,22 @@ class SchedulerSide:
         Each request counts once.
         """
         counts, self._counts = self._counts, Counter[str]()
-        return dict(counts)
+        counts.update(self._prefixes.take_counts())
+        return {name: count for name, count in counts.items() if count}
 
     def ended(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Handles the end of a request.
 
-        Returns whether the request's blocks must be kept until its lease ends, and the params for a reader.
+        Returns whether the request's blocks must be kept until its lease ends, and the params for a reader. If the
+        request's own params have the key `kv_sources`, so have these: they say where its KV is for the next turn.
         """
+        is_kept, params = self._ended(request, block_ids)
+        own, given = self._prefixes.ended(request), request.kv_transfer_params
+        if own is not None and isinstance(given, dict) and "kv_sources" in given and request.status in _DONE:
+            params = {**(params or {}), "kv_sources": next_sources(own, given["kv_sources"])}
+        return is_kept, params
+
+    def _ended(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
         self._refused.discard(request_id)
         self._waiting.pop(request_id, None)
@@ -434,6 +480,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Stops the handshake server. Safe to call twice."""
         self._connector.close()
+        self._prefixes.close()
 
 
 def _is_source(params: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:

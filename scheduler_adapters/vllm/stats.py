@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _COUNTS = {
     "failed_pulls": "Requests that could not be loaded, counted once over all ranks.",
     "malformed_params": "Requests with invalid kv_transfer_params.",
+    "peer_prefix_tokens": "Prompt tokens whose blocks came from another engine's cache, counted once over all ranks.",
+    "lent_blocks": "Cached blocks that were lent to engines that asked for them by hash.",
     "failed_handshakes": "Sources that gave no answer, or an unusable one.",
     "leases_read": "Leases that ended because all readers had read the pages.",
     "leases_expired": "Leases that expired before their pages were read.",

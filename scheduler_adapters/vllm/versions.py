@@ -28,15 +28,19 @@ NAMES = {
     "vllm.model_executor.layers.mamba.mamba_utils": "is_conv_state_dim_first",
     "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheGroupSpec KVCacheSpec MLAAttentionSpec MambaSpec "
     "SlidingWindowMLASpec SlidingWindowSpec UniformTypeKVCacheSpecs",
+    "vllm.v1.engine": "EngineCoreRequestType",
     "vllm.v1.metrics.utils": "create_metric_per_engine",
     "vllm.v1.request": "RequestStatus",
 }
 """The modules of vLLM that the connector imports when it starts, and the names that it takes from them."""
 _ATTRIBUTES = {
+    "vllm.v1.core.block_pool:BlockPool": "blocks cache_full_blocks cached_block_hash_to_block free_blocks "
+    "get_cached_block get_new_blocks get_num_free_blocks hash_block_size null_block num_gpu_blocks touch",
     "vllm.v1.kv_cache_interface:KVCacheConfig": "transfer_groups transfer_group_ids transfer_group_index_by_layer "
     "select_transfer_block_ids",
-    "vllm.v1.request:Request": "abort_immediately all_token_ids cache_salt kv_transfer_params lora_request max_tokens "
-    "mm_features num_computed_tokens num_prompt_tokens prompt_embeds prompt_token_ids request_id status trace_headers",
+    "vllm.v1.request:Request": "abort_immediately all_token_ids block_hashes cache_salt kv_transfer_params "
+    "lora_request max_tokens mm_features num_computed_tokens num_output_tokens num_prompt_tokens num_tokens "
+    "prompt_embeds prompt_token_ids request_id skip_reading_prefix_cache status trace_headers",
 }
 _OPTIONAL = {"get_loaded_kv_cache_group_ids", "supports_sleep_mode"}
 """Methods of the connector that only newer versions call, and without which the older ones do the same."""

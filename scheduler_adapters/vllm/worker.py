@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from scheduler_adapters.vllm.backends import contents_of, layers_of
 from scheduler_adapters.vllm.config import read_options, worker_config
 from scheduler_adapters.vllm.groups import one_spec
-from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
+from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata, WorkersMetadata
 from scheduler_adapters.vllm.proof import prove
 from scheduler_adapters.vllm.stats import PullStats, pull_stats
 from scheduler_adapters.vllm.weights import WeightsWatch
@@ -44,6 +44,7 @@ class WorkerSide:
         self._sent: set[str] = set()  # requests whose lease ended before vLLM began to wait for its end
         self._failures: set[str] = set()
         self._output = WorkerOutput()
+        self._marker = 0
         self._snapshot: StatsSnapshot | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
@@ -113,6 +114,7 @@ class WorkerSide:
         self._waits.parked |= metadata.parked
         self._waits.finished |= metadata.finished
         self._waits.refused |= metadata.refused
+        self._marker = metadata.marker
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Returns the finished requests for which vLLM waits.
@@ -132,13 +134,14 @@ class WorkerSide:
         self._waits = StepMetadata(parked=waits.parked - received, finished=waits.finished - sent)
         return sent, received, failed
 
-    def take_output(self) -> WorkerOutput:
-        """Returns the events that the last call of `results` has seen, for the scheduler's side.
+    def take_report(self) -> WorkersMetadata | None:
+        """Returns the events that the last call of `results` has seen, for the scheduler's side. None without any.
 
         Each event is returned once.
         """
         output, self._output = self._output, WorkerOutput()
-        return output
+        marker, self._marker = self._marker, 0
+        return WorkersMetadata([(self.running.config.rank, output)], marker) if output or marker else None
 
     def stats(self) -> PullStats | None:
         """Returns the figures since the last call; None if there was no event."""

@@ -350,7 +350,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.service.pull_or_compute",
+        "scheduler_adapters.pull_or_compute",
         [
             Mutation("_compute_terms", "(cached + tokens / 2)", "(tokens / 2)"),
         ],

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from scheduler_adapters.pull_or_compute import PullOrCompute
 from scheduler_adapters.service import server
 from scheduler_adapters.service.program import die_with_parent
-from scheduler_adapters.service.pull_or_compute import PullOrCompute
 from scheduler_adapters.service.requests import TrackedRequest
 from transfer.pull.exchange import PageExchange
 from transfer.pull.lending import PageLending

@@ -55,6 +55,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"allowed_peers": "a b,10.0.0.1,c d"}, "'a b' is not a host name, an address or a network, 'c d' is not"),
     ({"allowed_peers": ["10.0.0.1", 5]}, "allowed_peers is ['10.0.0.1', 5]: a list of addresses, networks"),
     ({"allowed_peers": None}, "allowed_peers is None: a list of addresses"),
+    ({"lend": 1.5}, "lend is 1.5: a number from 0 to 1 is expected"),
+    ({"ask_timeout": "soon"}, "ask_timeout is 'soon': a number of seconds from 0 to 60 is expected"),
     ({"model_id": 3}, "model_id is 3: a text is expected"),
     ({"kv_lease": 3}, "there is no option 'kv_lease'; the options are host, port, keyring, secret, allowed_peers"),
     *(
@@ -64,9 +66,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
             ("backends", ["GDS"], "NIXL reads"),
             ("engine_ttl", 3600.0, "an engine is forgotten"),
             ("enforce_handshake_compat", False, "both sides are always compared"),
-            ("bidirectional_kv_xfer", True, "pages go only from prefill"),
-            ("decoder_kv_blocks_ttl", 480, "pages go only from prefill"),
-            ("kv_recompute_threshold", 64, "pages go only from prefill"),
+            ("bidirectional_kv_xfer", True, "kv_sources of a request says"),
+            ("decoder_kv_blocks_ttl", 480, "kv_sources of a request says"),
+            ("kv_recompute_threshold", 64, "kv_sources of a request says"),
             ("push_registration_timeout", 5, "decode always reads"),
         )
     ),

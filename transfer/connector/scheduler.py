@@ -10,7 +10,7 @@ step, and passes the result of each worker's `take_output` to `update`. At a sou
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,11 +19,11 @@ from transfer.connector.config import GroupConfig, WorkerConfig, check_config, c
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, Progress, SendRequest, WorkerOutput, as_blocks
 from transfer.connector.transfer_params import TransferParams, params_of, pointer_in, read_params
 from transfer.errors import HandshakeError, InvalidLeaseError, InvalidTransferError, TransferParamsError
-from transfer.pull.lease import LEASE_WORDS, LeaseRef, LeaseWords
+from transfer.pull.lease import LEASE_WORDS, LENT_WORDS, LeaseRef, LeaseWords
 from transfer.wire.handshake import EngineCard, HandshakeServer, differences
 from transfer.wire.keys import Keyring
-from transfer.wire.messages import LeasedPages, LeaseQuery, LeaseRefusal, LeaseReply, Wanted, sealed_pages
-from transfer.wire.prompt import Prompt
+from transfer.wire.messages import ContentQuery, LeasedPages, LeaseQuery, LeaseRefusal, LeaseReply, Wanted, sealed_pages
+from transfer.wire.prompt import Content, Prompt
 from transfer.wire.secret import fleet_keys
 
 _LARGEST_BLOCK = 4096
@@ -38,12 +38,12 @@ class OfferedPages(NamedTuple):
     """The pages of a request that a reader may read once they are computed.
 
     Attributes:
-        prompt: the prompt whose KV the pages hold.
+        prompt: the prompt whose KV the pages hold, or the hashes of its pages.
         num_tokens: how many tokens the pages hold, counted from the first token of the prompt.
         block_ids: the blocks of each group. The last block holds the last token, or the state after it.
     """
 
-    prompt: Prompt
+    prompt: Content
     num_tokens: int
     block_ids: tuple[tuple[int, ...], ...]
 
@@ -133,6 +133,9 @@ class NixlConnectorScheduler(Uncopied):
         keyring: keys for the side channel. If it is None, the keys are derived from the config's shared secret; without
             a secret, the sockets are plain.
 
+    Attributes:
+        keyring: keys of the side channel; None if its sockets are plain.
+
     Raises:
         InvalidEngineError: no engine can be created from the config.
     """
@@ -150,10 +153,13 @@ class NixlConnectorScheduler(Uncopied):
         check_endpoint(f"{where}: bind", bind)
         self._host = host
         self._bind = bind
-        self._key, self._keyring = fleet_keys(where, config.secret, config.key, keyring)
+        self._key, self.keyring = fleet_keys(where, config.secret, config.key, keyring)
         self._server: HandshakeServer | None = None
         self._metadata = ConnectorMetadata()
         self._words = LeaseWords()
+        self._lent_words = LeaseWords(range(LEASE_WORDS, LEASE_WORDS + LENT_WORDS))
+        # Answers readers that ask for pages by hash. Set before the engine serves; None if it lends none.
+        self.lent: Callable[[ContentQuery], LeaseReply] | None = None
         self._offers: dict[str, Offer] = {}
         self._by_lease: dict[int, Offer] = {}
         self._loads: dict[str, _Load] = {}
@@ -180,13 +186,25 @@ class NixlConnectorScheduler(Uncopied):
         agreed = self.config.fingerprint() if fingerprint is None else fingerprint
         engine_id, incarnation = self.config.engine_id, self.config.incarnation
         # `build_metadata` reads the refusals, because the handshake server's thread must not end a lease
-        card = EngineCard(engine_id, incarnation, metadata, agreed, leased=self._leased, refused=self._refusals.append)
+        card = EngineCard(
+            engine_id, incarnation, metadata, agreed, self._leased, lent=self.lent, refused=self._refusals.append
+        )
         if self._server is None:
-            secure = None if self._keyring is None else self._keyring.secure_server
+            secure = None if self.keyring is None else self.keyring.secure_server
             self._server = HandshakeServer([card], self._bind, secure)
         else:
             self._server.serve(card)
         return self.address
+
+    def look_again(self) -> None:
+        """Makes the handshake server send the answers that it has held back, if they are ready."""
+        if self._server is not None:
+            self._server.look_again()
+
+    @property
+    def key(self) -> bytes:
+        """The key that seals what this engine tells its readers."""
+        return self._key
 
     @property
     def address(self) -> str:
@@ -231,9 +249,28 @@ class NixlConnectorScheduler(Uncopied):
         if lease is None:
             raise InvalidLeaseError(f"request {request_id!r}: all {LEASE_WORDS} lease words are taken")
         offer = Offer(request_id, lease, self.config.ranks, engines=engines)
-        self._offers[request_id] = self._by_lease[lease.lease_id] = offer
-        self._metadata.reqs_to_send[request_id] = SendRequest(
-            lease=lease, engines=engines, running=running, block_ids=as_blocks(block_ids)
+        self._grant(offer, running=running, block_ids=block_ids)
+
+    def lend(self, name: str, pages: OfferedPages, duration_s: float) -> LeaseRef | None:
+        """Asks every rank for a lease on computed pages of no request in particular. Returns None if no word is free.
+
+        The lease has a word of its own, so that no request lacks one. Its clock starts when it is granted. `name` is in
+        `offered` when every rank has granted the lease, and in `sent` when its pages may be freed.
+
+        Args:
+            name: a name that no other lease has.
+            pages: the pages. The last blocks of each group end with the last token; a group may lack its first ones.
+            duration_s: the duration of the lease, if its reader does not renew it.
+        """
+        if (lease := self._lent_words.take(duration_s)) is None:
+            return None
+        self._grant(Offer(name, lease, self.config.ranks, pages), running=False, block_ids=pages.block_ids)
+        return lease
+
+    def _grant(self, offer: Offer, *, running: bool, block_ids: Sequence[Sequence[int]]) -> None:
+        self._offers[offer.request_id] = self._by_lease[offer.lease.lease_id] = offer
+        self._metadata.reqs_to_send[offer.request_id] = SendRequest(
+            lease=offer.lease, engines=offer.engines, running=running, block_ids=as_blocks(block_ids)
         )
 
     def computed(self, request_id: str) -> None:
@@ -291,9 +328,9 @@ class NixlConnectorScheduler(Uncopied):
         offer, groups = self._open(request_id), self.config.groups
         firsts = tuple(first_blocks) or (0,) * len(groups)
         check_groups(f"request {request_id!r}", groups, block_ids, firsts)
-        if len(prompt.token_ids) < num_tokens:
+        if prompt.num_tokens < num_tokens:
             raise InvalidTransferError(
-                f"request {request_id!r}: got pages for {num_tokens} tokens, but its prompt has {len(prompt.token_ids)}"
+                f"request {request_id!r}: got pages for {num_tokens} tokens, but its prompt has {prompt.num_tokens}"
             )
         kept = [
             _kept(f"request {request_id!r}: group {number}", group, blocks, first, num_tokens)
@@ -367,6 +404,10 @@ class NixlConnectorScheduler(Uncopied):
         """
         if (wanted := pointer_in(params)) is not None:
             self._metadata.to_give_back.append((wanted, reason))
+
+    def refuse(self, wanted: Wanted, reason: str) -> None:
+        """Tells a source that its lease will not be read."""
+        self._metadata.to_give_back.append((wanted, reason))
 
     def hold(self, request_id: str, wanted: Wanted) -> None:
         """Makes every rank renew a source's lease for a request that has no blocks yet.
@@ -517,7 +558,8 @@ class NixlConnectorScheduler(Uncopied):
             offer.reason = reason
         if len(offer.over) == self.config.ranks:
             del self._offers[request_id], self._by_lease[offer.lease.lease_id]
-            self._words.give_back(offer.lease)
+            words = self._lent_words if offer.lease.word_idx in self._lent_words.words else self._words
+            words.give_back(offer.lease)
             progress.sent[request_id] = offer.reason
 
     def _book_loads(self, rank: int, output: WorkerOutput, progress: Progress) -> None:

@@ -120,6 +120,7 @@ class PageAsks:
             hash_algorithm=wanted.hash_algorithm,
             digests=wanted.digests[:MAX_DIGEST_BYTES],
             first_page=wanted.first_page,
+            named=dict(wanted.named),
         )
         self._open[ask_id] = _Question(replica, key, contact, query, query.digests, now + timeout_s)
         self._send(self._open[ask_id])
@@ -186,7 +187,10 @@ class PageAsks:
         if not any(pages.block_ids) and not pages.num_tokens:
             self._end(ask)
             return
-        source = Source(*ask.contact, LeaseRef(pages.lease_id, pages.word_idx, pages.duration_s), pages.incarnation)
+        address, engine_id = ask.contact[0], pages.engine_id
+        source = Source(
+            address, engine_id, LeaseRef(pages.lease_id, pages.word_idx, pages.duration_s), pages.incarnation
+        )
         size = pages.num_tokens // ask.query.page_size * len(pages.prompt_digest)
         # the digests of the leased pages; empty if the source leased more pages than the query asked for
         digests = ask.digests[:size] if size <= len(ask.digests) else b""

@@ -35,7 +35,7 @@ from transfer.pull.exchange_checks import (
     check_text,
 )
 from transfer.pull.lease import LEASE_WORDS, LENT_WORDS, LeaseRef, LeaseWords, new_lease_id
-from transfer.pull.lending import LENT_S, PageLending
+from transfer.pull.lending import LENT_S, PageLending, lending_limits
 from transfer.pull.page_owner import PageOwner, PendingPages
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, new_incarnation
@@ -163,10 +163,10 @@ class PageExchange(Uncopied):
         ask = None if keyring is None else keyring.secure_client
         self.cards: list[EngineCard] = []
         self.bell = Bell()
-        self.lending = PageLending(
-            manager, self._grant_lent, self.bell.ring, share=lend, key=self._key, seals=self._seals
-        )
-        told = kv_kind(manager.layouts), len(tables.tables), tables.kinds_named, len(manager.further_groups[0])
+        kind, count, limits = kv_kind(manager.layouts), len(tables.tables), lending_limits(manager, lend)
+        lend_to = partial(PageLending, manager, self._grant_lent, self.bell.ring, key=self._key, seals=self._seals)
+        self.lending = lend_to(limits=limits, kind=kind, tables=count)
+        told = kind, count, tables.kinds_named, len(manager.further_groups[0])
         asker = HandshakeClient(ask, allowed=allowed)
         self._asks = PageAsks(asker, name, self._key, agreed, *told, give_back=self.refuse)
         try:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvcache.errors import BlockTableMismatchError, KVCacheError
-from kvcache.layout import kv_kind
 from kvcache.replica.block_table import BlockTable, PageDigests
 from transfer.pull.lease import LENT_WORDS
 from transfer.pull.page_owner import PageOwner
@@ -56,18 +55,56 @@ class _LentPages(NamedTuple):
     answer: bytes
 
 
+class Lendable(Protocol):
+    """The pages that a `PageLending` lends. A `PageOwner` is one."""
+
+    @property
+    def slab_pages(self) -> int:
+        """How many token pages a request's state takes; 0 if it takes none."""
+        ...
+
+    @property
+    def contents(self) -> Any:
+        """Has the methods `bring` and `lease` of a `kvcache.replica.contents.PageContents`."""
+        ...
+
+    def end_lease(self, lease: Any) -> None:
+        """Releases the pages of a lease that `contents.lease` returned. No reader may still read them."""
+
+
+class LendingLimits(NamedTuple):
+    """What may be leased at the same time to readers that ask by digest.
+
+    Attributes:
+        pages: the most pages of one replica, counted over all leases.
+        leases: for each replica, the most leases.
+    """
+
+    pages: int
+    leases: Sequence[int]
+
+
+def lending_limits(owner: PageOwner, share: float) -> LendingLimits:
+    """Returns the limits that leave the fraction 1 - `share` of every kind of pages to the owner's own requests."""
+    # Each lease takes one page of every further group, so the smallest of these groups limits the number of leases.
+    leases = [
+        min((int(share * group.num_pages) for group in groups), default=LENT_WORDS) for groups in owner.further_groups
+    ]
+    return LendingLimits(int(share * (owner.total_num_pages // owner.num_replicas)), leases)
+
+
 class PageLending:
     """Leases pages of a manager's replicas to readers that ask for them by digest.
 
     Any thread may call `answer`. Only the serving loop may make the other calls. For each query, `ring` is called on
     the handshake server's thread; it must make the serving loop call `poll`. `grant` requests a lease, given the
     manager's hold on the pages and their block table; it returns None if every lease word is taken. `key` is the key of
-    the digests that authenticate the answers, and `seals` seals lent tables.
+    the digests that authenticate the answers, and `seals` seals lent tables. `kind` says what the pages hold, and must
+    be equal at a reader; `tables` is the number of block tables of a request.
 
-    Requests of this process take precedence over readers. Therefore at most the fraction `share` of a replica's token
-    pages is leased to readers at the same time, and at most this fraction of its pages for recurrent states. Beyond the
-    limit, a reader gets fewer pages than it asks for. Leases by digest have lease words of their own. A reader gets
-    each page under only one lease at a time.
+    Requests of this process take precedence over readers. Therefore at most the `limits` are leased to readers at the
+    same time. Beyond them, a reader gets fewer pages than it asks for. Leases by digest have lease words of their own.
+    A reader gets each page under only one lease at a time.
 
     Attributes:
         lent_by_replica: for each replica, the number of pages leased so far, including state pages. A page counts each
@@ -76,26 +113,23 @@ class PageLending:
 
     def __init__(
         self,
-        manager: PageOwner,
+        manager: Lendable,
         grant: Callable[[Any, BlockTable], Source | None],
         ring: Callable[[], None],
         *,
-        share: float,
+        limits: LendingLimits,
+        kind: str,
+        tables: int,
         key: bytes,
         seals: TableSeals,
     ) -> None:
-        self.lent_by_replica = [0] * manager.num_replicas
+        self.lent_by_replica = [0] * len(limits.leases)
         self._manager = manager
         self._grant = grant
         self._ring = ring
-        self._most = int(share * (manager.total_num_pages // manager.num_replicas))
-        # Each lease takes one page of every further group, so the smallest of these groups limits the number of leases.
-        self._most_leases = [
-            min((int(share * group.num_pages) for group in groups), default=LENT_WORDS)
-            for groups in manager.further_groups
-        ]
+        self._most, self._most_leases = limits
         self._key, self._seals = key, seals
-        self._kind, self._tables = kv_kind(manager.layouts), len(manager.layer_tables.tables)
+        self._kind, self._tables = kind, tables
         self._lent: dict[int, _LentPages] = {}  # by lease id
         self._lent_to: dict[tuple[int, str], set[int]] = {}  # by replica and reader: the pages leased to the reader
         self._granting: set[int] = set()  # leases that are not granted yet
@@ -196,7 +230,8 @@ class PageLending:
             )
         held = [lent.size for lent in self._lent.values() if lent.replica == replica]
         most = self._most - sum(held) if len(held) < self._most_leases[replica] else 0
-        wanted = PageDigests(query.page_size, query.hash_algorithm, query.digests, query.first_page)
+        named = tuple(query.named.items())
+        wanted = PageDigests(query.page_size, query.hash_algorithm, query.digests, query.first_page, named)
         reader = query.reader, replica
         if now < until and self._manager.contents.bring(*reader, wanted, most):
             self._loading.append((replica, query, until))

@@ -11,19 +11,37 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, NamedTuple, TypeAlias
 
+import msgspec
 from msgspec import Meta
 
 from transfer.errors import PullFailedError
 from transfer.failures import FailureKind
 from transfer.pull.lease import LeaseRef
 from transfer.wire.handshake import differences
-from transfer.wire.messages import LeasedPages, Wanted, open_pages
+from transfer.wire.messages import MAX_TOKENS, LeasedPages, Wanted, open_pages
 
 NO_WEIGHTS: Mapping[str, str] = MappingProxyType({})
 """Identifies no weights."""
 
 Contact: TypeAlias = tuple[str, str]
 """The ZMQ endpoint of a handshake server, and the id of the engine that is expected there."""
+
+
+_Name = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class KVSource(msgspec.Struct, frozen=True):
+    """A process that may have pages of a prompt. It is asked before the prompt is computed.
+
+    Attributes:
+        address: ZMQ endpoint of its handshake server.
+        engines: ids of its engines, the likeliest first.
+        tokens: a lower bound of the prompt tokens that the process has; 0 if unknown.
+    """
+
+    address: _Name
+    engines: Annotated[tuple[_Name, ...], Meta(min_length=1, max_length=64)]
+    tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
 
 
 class Source(NamedTuple):

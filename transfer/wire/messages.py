@@ -206,7 +206,7 @@ class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
 
     Attributes:
         query_id: id of the query. The answer repeats it.
-        engine_id: the engine expected at the address.
+        engine_id: the engine expected at the address; empty for any.
         ask_id: a random id, which stays the same when the query is repeated.
         reader: name of the reader, for the engine's own records.
         asker: id of the reading process, the same in all its queries. The engine lends a page to the same asker under
@@ -219,6 +219,7 @@ class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
             acknowledged.
         first_page: index, within the prompt, of the first page that is asked for. Each digest covers all earlier pages
             of the prompt.
+        named: as in the reader's own `Prompt`. An engine that has computed the pages with other values refuses.
     """
 
     query_id: int
@@ -232,6 +233,7 @@ class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     hash_algorithm: Annotated[str, Meta(max_length=64)]
     digests: Annotated[bytes, Meta(max_length=MAX_DIGEST_BYTES)]
     first_page: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+    named: Annotated[dict[str, str], Meta(max_length=64)] = {}
 
 
 class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="pages/2"):
@@ -362,13 +364,15 @@ def _check_seal(where: str, message: RankMetadata | LeasedPages, key: bytes) -> 
 
 
 def open_pages(data: bytes, engine_id: str, lease_id: int | None, key: bytes = b"") -> LeasedPages:
-    """Decodes the result of `sealed_pages`. If `lease_id` is None, any lease of the engine is accepted.
+    """Decodes the result of `sealed_pages`.
+
+    If `lease_id` is None, any lease of the engine is accepted. If `engine_id` is empty, any engine is accepted.
 
     Raises:
         MetadataError: the bytes are malformed, the seal does not match, or they belong to another engine or lease.
     """
     pages = _decoded(_pages, data, "the pages of a lease")
-    lease_id = pages.lease_id if lease_id is None else lease_id
+    lease_id, engine_id = pages.lease_id if lease_id is None else lease_id, engine_id or pages.engine_id
     where = f"the answer of engine {engine_id!r} about lease {lease_id:#018x}"
     _check_seal(where, pages, key)
     if (pages.engine_id, pages.lease_id) != (engine_id, lease_id):

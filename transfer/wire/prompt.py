@@ -10,12 +10,30 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-_PERSON = b"pagewire prompt"
+_PERSON, _PAGES = b"pagewire prompt", b"pagewire pages"
+
+
+class Content(Protocol):
+    """What the pages of a lease hold. A reader compares it with what its own request needs."""
+
+    @property
+    def num_tokens(self) -> int:
+        """For how many tokens the digests can be made."""
+        ...
+
+    @property
+    def named(self) -> tuple[tuple[str, str], ...]:
+        """See `Prompt.named`."""
+        ...
+
+    def digest(self, num_tokens: int) -> bytes:
+        """Returns bytes that identify the first `num_tokens` tokens and what else their KV depends on."""
+        ...
 
 
 class Prompt(NamedTuple):
@@ -35,6 +53,11 @@ class Prompt(NamedTuple):
     keys: tuple[tuple[int, bytes], ...] = ()
     named: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of known tokens."""
+        return len(self.token_ids)
+
     def digest(self, num_tokens: int) -> bytes:
         """Returns 32 bytes that identify the first `num_tokens` tokens, the salt, and all keys at these tokens.
 
@@ -49,6 +72,43 @@ class Prompt(NamedTuple):
         for position, key in keys:
             found.update(struct.pack("<QQ", position, len(key)) + key)
         found.update(_packed(self.token_ids[:num_tokens]))
+        return found.digest()
+
+
+class HashedPages(NamedTuple):
+    """The full pages of a prompt, named by hashes that somebody else has made, such as an engine's prefix cache.
+
+    Attributes:
+        page_size: tokens of a page.
+        algorithm: names how the hashes were made.
+        hashes: the hash of each page from `first_page` on, concatenated. Each covers all earlier tokens of the prompt,
+            the salt and all keys.
+        width: bytes of a hash.
+        first_page: the index in the prompt of the page of the first hash.
+        named: as in a `Prompt`.
+    """
+
+    page_size: int
+    algorithm: str
+    hashes: bytes
+    width: int
+    first_page: int = 0
+    named: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens up to the end of the last page."""
+        return (self.first_page + len(self.hashes) // self.width) * self.page_size
+
+    def digest(self, num_tokens: int) -> bytes:
+        """Returns 32 bytes that identify the pages up to token `num_tokens`. Empty if none of the pages ends there."""
+        pages, rest = divmod(num_tokens, self.page_size)
+        at = (pages - self.first_page - 1) * self.width
+        if rest or not 0 <= at < len(self.hashes):
+            return b""
+        found = hashlib.blake2b(digest_size=32, person=_PAGES)
+        found.update(struct.pack("<QQ", num_tokens, self.page_size) + self.algorithm.encode() + b"\0")
+        found.update(self.hashes[at : at + self.width])
         return found.digest()
 
 

@@ -16,8 +16,8 @@ from kvcache import TextContext
 from kvcache.replica.contents import PageContents
 from scheduler_adapters.loop import Output, Request
 from scheduler_adapters.overlapped import ThreadedRunner
+from scheduler_adapters.pull_or_compute import PullOrCompute
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.pull_or_compute import PullOrCompute
 from scheduler_adapters.service.requests import Recent
 from scheduler_adapters.service.stretches import FromTheEnd
 from tests.kvcache.build import evict_idle

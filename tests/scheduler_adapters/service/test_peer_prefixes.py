@@ -15,10 +15,10 @@ from kvcache import KVCacheParams, PagedKVCacheManager, TextContext, page_rows
 from kvcache.replica.block_table import BlockTable
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Request
+from scheduler_adapters.pull_or_compute import PullOrCompute
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.peer_prefixes import PeerPrefixes
-from scheduler_adapters.service.pull_or_compute import PullOrCompute
 from scheduler_adapters.service.stretches import FromTheFront
 from tests import forked
 from tests.kvcache.build import evict_idle

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from scheduler_adapters.service.pull_or_compute import PullOrCompute, TimeByTokens
+from scheduler_adapters.pull_or_compute import PullOrCompute, TimeByTokens
 
 # The milliseconds that benchmarks.prefix_peers has measured: to pull the beginning of a prompt, and to compute a
 # prompt. The keys are numbers of tokens.

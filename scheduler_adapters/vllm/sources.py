@@ -1,0 +1,138 @@
+"""Reads from a request which other engines may have cached the beginning of its prompt.
+
+A hint only says whom to ask. Whether an engine may be asked is decided by `allowed_peers` and the keys, and what it
+lends by the request's own hashes.
+"""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+
+import msgspec
+from msgspec import Meta
+
+from transfer.pull.source import Contact, KVSource
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("pagewire.vllm")
+
+_MOST = 8
+_MOST_NAMED = 4  # sources in the answer to a request
+_LOW = (1 << 64) - 1
+_Host = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class Hint(NamedTuple):
+    """An engine that may have cached a prefix of a request's prompt.
+
+    Attributes:
+        contact: its address, and its engine id; empty for any engine at the address.
+        hashes: the low 64 bits of the hashes of the blocks that it has. None if the sender did not say.
+    """
+
+    contact: Contact
+    hashes: frozenset[int] | None = None
+
+    def pages(self, hashes: Iterable[bytes]) -> int:
+        """Returns how many of the blocks with these hashes, from the first one on, the engine may have."""
+        count = 0
+        for one in hashes:
+            if self.hashes is not None and int.from_bytes(one[-8:], "big") not in self.hashes:
+                break
+            count += 1
+        return count
+
+
+class _RemoteSource(msgspec.Struct, frozen=True):
+    """`remote_kv_source`, as llm-d's router sends it to vLLM."""
+
+    remote_host: _Host
+    remote_port: Annotated[int, Meta(ge=1, le=65535)]
+
+
+class _Action(msgspec.Struct, frozen=True):
+    """An action of vLLM's `KvHintsEnvelope`."""
+
+    action_type: str
+    payload: dict[str, Any]
+    action_version: str = ""
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    """vLLM's `KvHintsEnvelope`, of any version."""
+
+    actions: list[_Action]
+
+
+class _FetchPayload(msgspec.Struct, frozen=True):
+    """The payload of the action `kv.fetch`."""
+
+    source_control_endpoint: Annotated[str, Meta(min_length=1, max_length=512)]
+    block_hashes: list[int]
+    mode: str = "copy"
+
+
+def hints_of(request: Request) -> list[Hint]:
+    """Returns the hints of a request, at most 8. A hint that cannot be read is left out, and logged."""
+    params, found = request.kv_transfer_params, list[Hint]()
+    given = params if isinstance(params, Mapping) else {}
+    for name, value, read in (
+        ("kv_sources", given.get("kv_sources"), _ours),
+        ("remote_kv_source", given.get("remote_kv_source"), _llm_d),
+        ("kv_hints", getattr(request, "kv_hints", None), _envelope),
+    ):
+        try:
+            found += [] if value is None else read(value)
+        except (msgspec.ValidationError, ValueError, TypeError) as error:
+            logger.warning(
+                "request %r: %s is %s: %s; it is ignored", request.request_id, name, reprlib.repr(value), error
+            )
+    return found[:_MOST]
+
+
+def _ours(value: Any) -> Iterator[Hint]:
+    for source in msgspec.convert(value, list[KVSource]):
+        yield from (Hint((source.address, engine)) for engine in source.engines)
+
+
+def _llm_d(value: Any) -> Iterator[Hint]:
+    source = msgspec.convert(value, _RemoteSource)
+    host = f"[{source.remote_host}]" if ":" in source.remote_host.strip("[]") else source.remote_host
+    yield Hint((f"tcp://{host}:{source.remote_port}", ""))
+
+
+def _envelope(value: Any) -> Iterator[Hint]:
+    """Reads vLLM's `KvHintsEnvelope`, from the object or its JSON.
+
+    Any version is read by the schema of 1.0, because senders differ in what they call their version. Unknown keys are
+    ignored. Hashes are compared modulo 2**64, because some senders write them with a sign.
+    """
+    for action in msgspec.convert(value, _Envelope, from_attributes=True).actions:
+        if action.action_type != "kv.fetch":
+            continue
+        if action.action_version != "1.0":
+            logger.info("kv.fetch %r is read as version 1.0", action.action_version)
+        fetch = msgspec.convert(action.payload, _FetchPayload)
+        if fetch.mode != "copy":
+            raise ValueError(f"mode {fetch.mode!r}: only 'copy' is known")
+        yield Hint((fetch.source_control_endpoint, ""), frozenset(each & _LOW for each in fetch.block_hashes))
+
+
+def next_sources(own: KVSource, given: Any) -> list[dict[str, Any]]:
+    """Returns `kv_sources` for the next turn of a conversation: this engine, and then those of the finished turn.
+
+    A source that cannot be read is left out.
+    """
+    found = [own]
+    for one in cast("list[Any]", given) if isinstance(given, list) else ():
+        with suppress(msgspec.ValidationError):
+            source = msgspec.convert(one, KVSource)
+            if source.engines != own.engines:
+                found.append(source)
+    return [msgspec.to_builtins(source) for source in found[:_MOST_NAMED]]

@@ -1,0 +1,390 @@
+"""A prefix that one engine has cached is found by another, and what fails costs computed tokens, never a wrong one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+from scheduler_adapters.vllm.sources import hints_of
+from scheduler_adapters.vllm.weights import _digest_of_adapter
+from tests.vllm_engine.engine import Engine, Shape, expected_tokens, make_request, run_until
+from tests.vllm_engine.states import States
+from tests.vllm_engine.test_engine import PROMPT, assert_empty, served
+from tests.vllm_engine.test_weights import made, reload
+
+Make = Callable[..., Engine]
+EXTRA: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "ask_timeout": 5.0}
+
+
+def source_of(engine: Engine) -> dict[str, Any]:
+    connector = engine.connector._scheduling._connector
+    return {"address": connector.address, "engines": [connector.config.engine_id]}
+
+
+def computed(engine: Engine, request_id: str) -> int:
+    """Returns how many tokens the engine has run for a request."""
+    return sum(step.get(request_id, 0) for step in engine.scheduled)
+
+
+def found(engine: Engine) -> int:
+    """Returns how many tokens the engine has reported as found at its peers."""
+    return sum(stats.get("peer_prefix_tokens", 0) for stats in engine.reported)
+
+
+SHAPES = {
+    "equal": ({}, {}),
+    "TP 1 to 2": ({}, {"tp_size": 2}),
+    "TP 2 to 1": ({"tp_size": 2}, {}),
+    "full and window": ({"windows": (0, 40)}, {"windows": (0, 40)}),
+    "window alone": ({"windows": (33,)}, {"windows": (33,)}),
+    "two full groups": ({"windows": (0, 0)}, {"windows": (0, 0)}),
+}
+
+
+@pytest.mark.parametrize(("left", "right"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("length", [16, 17, 33, 97, 112, 113])
+def test_a_prefix_of_another_engine_is_found(
+    make: Make, left: dict[str, Any], right: dict[str, Any], length: int
+) -> None:
+    source, reader = (make("kv_both", Shape(extra=EXTRA, **shape)) for shape in (left, right))
+    prompt = list(range(1000, 1000 + length))
+    served([source], "s", prompt, 1, None)
+    params = {"kv_sources": [source_of(source)]}
+    assert served([source, reader], "r", prompt, 5, params) == expected_tokens(prompt, 5, reader.shape)
+    pages = (length - 1) // 16 * 16
+    assert found(reader) == pages
+    assert computed(reader, "r") == length - pages + 4
+    assert_empty(source, reader)
+    assert served([reader], "again", prompt, 5, None) == expected_tokens(prompt, 5, reader.shape)
+    assert computed(reader, "again") == length - pages + 4
+
+
+def asked(
+    engines: list[Engine], request_id: str, prompt: list[int], sources: Any, count: int = 3, **given: Any
+) -> list[int]:
+    """Runs a prompt on the last engine, with these sources. Returns its tokens."""
+    engines[-1].scheduler.add_request(
+        make_request(request_id, prompt, count, engines[-1].shape.block_size, {"kv_sources": sources}, **given)
+    )
+    run_until(engines, lambda: engines[-1].finish_reason(request_id))
+    return engines[-1].tokens(request_id)
+
+
+def pair(make: Make, **shape: Any) -> tuple[Engine, Engine]:
+    """Returns two equal engines, the first of which has cached `PROMPT`."""
+    extra = EXTRA | shape.pop("extra", {})
+    source, reader = (make("kv_both", Shape(extra=extra, **shape)) for _ in range(2))
+    served([source], "s", PROMPT, 1, None)
+    return source, reader
+
+
+def image(identifier: str) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(
+        data=None, modality="image", identifier=identifier, mm_position=PlaceholderRange(offset=5, length=8)
+    )
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["same", "other"])
+@pytest.mark.parametrize("kind", ["salt", "adapter", "files"])
+def test_salts_and_adapters_are_part_of_the_question(make: Make, tmp_path: Path, kind: str, own: bool) -> None:
+    """vLLM's hash has all of them except an adapter's files, which are compared beside it."""
+    source, reader = (make("kv_both", Shape(extra=EXTRA)) for _ in range(2))
+    for at in (0, 1):
+        folder = made(tmp_path / str(at) / "poet", b"one" if own or not at else b"two")
+    folders = [str(tmp_path / str(at) / "poet") for at in (0, 1)]
+    given: dict[str, tuple[Any, Any]] = {
+        "salt": ({"cache_salt": "a"}, {"cache_salt": "a" if own else "b"}),
+        "adapter": (
+            {"lora_request": LoRARequest("poet", 1, folders[0])},
+            {"lora_request": LoRARequest("poet" if own else "clerk", 1, folders[0])},
+        ),
+    }
+    if kind == "files":  # both have the same path, which vLLM's hash has, on two hosts
+        folder.rename(tmp_path / "there")
+        adapter = LoRARequest("poet", 7, folders[0])
+        given["files"] = {"lora_request": LoRARequest("poet", 1, folders[0])}, {"lora_request": adapter}
+        _digest_of_adapter.cache_clear()
+    left, right = given[kind]
+    source.scheduler.add_request(make_request("s", PROMPT, 1, 16, None, **left))
+    run_until([source], lambda: source.finish_reason("s"))
+    if kind == "files" and not own:
+        (Path(folders[0]) / "adapter_model.safetensors").write_bytes(b"two")
+    asked([source, reader], "r", PROMPT, [source_of(source)], **right)
+    assert found(reader) == (96 if own else 0)
+    assert_empty(source, reader)
+
+
+def test_images_are_part_of_the_question() -> None:
+    """The small model has no encoder, so this compares the hashes that are asked for."""
+    hashes = {
+        name: make_request("r", PROMPT, 1, 16, None, mm_features=[image(name)] if name else []).block_hashes
+        for name in ("", "a", "b")
+    }
+    assert hashes["a"] == make_request("s", PROMPT, 1, 16, None, mm_features=[image("a")]).block_hashes
+    assert all(len(set(three)) == 3 for three in zip(*hashes.values(), strict=True))
+
+
+def test_what_the_source_has_evicted_is_computed(make: Make) -> None:
+    source, reader = pair(make, blocks=14, extra={"lend": 1.0})
+    served([source], "other", list(range(5000, 5130)), 1, None)  # takes the last blocks of the prompt first
+    assert asked([source, reader], "r", PROMPT, [source_of(source)]) == expected_tokens(PROMPT, 3, reader.shape)
+    assert 0 < found(reader) < 96
+    assert_empty(source, reader)
+
+
+def test_held_blocks_are_not_evicted(make: Make) -> None:
+    """While a lease is open, vLLM gets other blocks for its own requests."""
+    source, reader = pair(make, blocks=14, extra={"lend": 1.0})
+    lend(source, reader)
+    free = source.free_blocks
+    served([source], "other", list(range(5000, 5000 + 16 * free - 1)), 1, None)
+    pool = source.scheduler.kv_cache_manager.block_pool
+    run_until([source, reader], lambda: reader.finish_reason("r"))
+    assert reader.tokens("r") == expected_tokens(PROMPT, 3, reader.shape)
+    assert found(reader) == 96
+    assert_empty(source, reader)
+    assert pool.get_num_free_blocks() == source.free_at_start
+
+
+def lend(source: Engine, reader: Engine) -> None:
+    """Steps both engines until the source holds blocks for the reader."""
+    reader.add("r", PROMPT, 3, {"kv_sources": [source_of(source)]})
+    run_until([reader, source], lambda: source.connector._scheduling._prefixes._lending.num_leases)
+
+
+def test_a_reset_finds_nothing_and_waits_for_readers(make: Make) -> None:
+    source, reader = pair(make)
+    lend(source, reader)
+    assert not source.scheduler.reset_prefix_cache(), "vLLM resets only if no block is held"
+    run_until([source, reader], lambda: reader.finish_reason("r"))
+    assert_empty(source, reader)
+    assert source.scheduler.reset_prefix_cache()
+    reader.scheduler.reset_prefix_cache()
+    before = found(reader)
+    assert asked([source, reader], "again", PROMPT, [source_of(source)]) == expected_tokens(PROMPT, 3, reader.shape)
+    assert found(reader) == before
+
+
+NOWHERE = {"address": "tcp://127.0.0.1:9", "engines": ["gone"]}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [NOWHERE, {"address": "tcp://192.0.2.1:9", "engines": ["x"]}, {"address": "no address", "engines": ["x"]}],
+    ids=["dead", "not allowed", "malformed"],
+)
+def test_a_source_that_does_not_answer_costs_a_bounded_time(make: Make, source: dict[str, Any]) -> None:
+    reader = make("kv_both", Shape(extra=EXTRA | {"ask_timeout": 0.2}))
+    begin = time.monotonic()
+    assert asked([reader], "r", PROMPT, [source]) == expected_tokens(PROMPT, 3, reader.shape)
+    assert time.monotonic() - begin < 1.5
+    begin, steps = time.monotonic(), len(reader.scheduled)
+    assert asked([reader], "r2", PROMPT[::-1], [source]) == expected_tokens(PROMPT[::-1], 3, reader.shape)
+    assert len(reader.scheduled) - steps == 4, "a source that did not answer is left alone for a while"
+    assert_empty(reader)
+
+
+def test_a_dead_source_does_not_hide_the_next_one(make: Make) -> None:
+    source, reader = pair(make, extra={"ask_timeout": 0.4})
+    asked([source, reader], "r", PROMPT, [NOWHERE, source_of(source)])
+    assert found(reader) == 96
+
+
+def test_a_source_of_another_engine_id_or_model_lends_nothing(make: Make) -> None:
+    source, reader = pair(make)
+    other = make("kv_both", Shape(extra=EXTRA | {"model_id": "another model"}))
+    served([other], "s", PROMPT, 1, None)
+    wrong = source_of(source) | {"engines": ["another engine"]}
+    assert asked([source, other, reader], "r", PROMPT, [wrong, source_of(other)]) == expected_tokens(
+        PROMPT, 3, reader.shape
+    )
+    assert found(reader) == 0
+    assert_empty(source, other, reader)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_weights_are_compared_and_a_cache_older_than_them_is_not_lent(make: Make, tmp_path: Path, reset: bool) -> None:
+    source, reader = pair(make)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    reload(source, tmp_path)
+    served([source], "step", [1, 2, 3], 1, None)
+    asked([source, reader], "r", PROMPT, [source_of(source)])
+    assert found(reader) == 0, "the source has reloaded its weights, the reader has not"
+    reload(reader, tmp_path)
+    served([reader], "step", [1, 2, 3], 1, None)
+    if reset:
+        assert source.scheduler.reset_prefix_cache()
+        assert reader.scheduler.reset_prefix_cache()
+        served([source], "s2", PROMPT, 1, None)
+        time.sleep(1.1)  # a source that has refused is left alone for a second
+    else:
+        reader.scheduler.reset_prefix_cache()
+    assert asked([source, reader], "r2", PROMPT, [source_of(source)]) == expected_tokens(PROMPT, 3, reader.shape)
+    assert found(reader) == (96 if reset else 0)
+    assert_empty(source, reader)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
+def test_no_more_blocks_than_allowed_are_lent(make: Make, share: float) -> None:
+    source, reader = pair(make, extra={"lend": share})
+    assert asked([source, reader], "r", PROMPT, [source_of(source)]) == expected_tokens(PROMPT, 3, reader.shape)
+    assert found(reader) == {0.0: 0, 0.1: 6 * 16, 1.0: 96}[share]
+    served([source], "long", list(range(3000, 3200)), 1, None)
+    asked([source, reader], "l", list(range(3000, 3200)), [source_of(source)])
+    assert found(reader) == {0.0: 0, 0.1: 12 * 16, 1.0: 96 + 192}[share]
+
+
+@pytest.mark.parametrize("when", ["asked", "lent", "pulling"])
+def test_a_request_that_ends_while_it_waits_leaves_nothing_held(make: Make, when: str) -> None:
+    source, reader = pair(make)
+    peers = reader.connector._scheduling._prefixes._peers
+    lending = source.connector._scheduling._prefixes._lending
+    reader.add("r", PROMPT, 3, {"kv_sources": [source_of(source)]})
+    reader.step()
+    moments = {"asked": lambda: True, "lent": lambda: lending.num_leases, "pulling": lambda: peers._pulls}
+    run_until([source, reader], moments[when])
+    reader.abort("r")
+    run_until([source, reader], lambda: not (lending.num_leases or peers._pulls))
+    assert_empty(source, reader)
+    assert asked([source, reader], "r2", PROMPT, [source_of(source)]) == expected_tokens(PROMPT, 3, reader.shape)
+    assert_empty(source, reader)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_source_that_dies_during_a_pull_costs_computed_tokens(make: Make, policy: str) -> None:
+    source, reader = pair(make, policy=policy)
+    lend(source, reader)
+    source.close()
+    run_until([reader], lambda: reader.finish_reason("r"))
+    assert reader.tokens("r") == expected_tokens(PROMPT, 3, reader.shape)
+    assert_empty(reader)
+    assert not sum(stats.get("failed_pulls", 0) for stats in reader.reported), "no request has failed"
+
+
+def test_requests_with_the_same_prefix_share_one_pull(make: Make) -> None:
+    source, reader = pair(make)
+    for name in "abc":
+        reader.add(name, PROMPT, 3, {"kv_sources": [source_of(source)]})
+    run_until([source, reader], lambda: all(reader.finish_reason(name) for name in "abc"))
+    assert all(reader.tokens(name) == expected_tokens(PROMPT, 3, reader.shape) for name in "abc")
+    assert found(reader) == 96
+    assert all(computed(reader, name) == 4 + 2 for name in "abc")
+    assert_empty(source, reader)
+
+
+def test_blocks_that_are_not_computed_yet_are_not_lent(make: Make) -> None:
+    """vLLM gives a block its hash when it schedules it, before the model has run."""
+    source, reader = (make("kv_both", Shape(extra=EXTRA, max_batched=32)) for _ in range(2))
+    prompt = list(range(1000, 1200))
+    source.add("s", prompt, 1, None)
+    source.step()
+    assert asked([source, reader], "r", prompt, [source_of(source)]) == expected_tokens(prompt, 3, reader.shape)
+    assert 0 < found(reader) < 192
+    assert_empty(source, reader)
+
+
+def test_recurrent_states_are_neither_lent_nor_asked_for(make: Make) -> None:
+    source, reader = (make("kv_both", Shape(extra=EXTRA, states=States())) for _ in range(2))
+    served([source], "s", PROMPT, 1, None)
+    params = {"kv_sources": [source_of(source)]}
+    assert served([source, reader], "r", PROMPT, 3, params) == expected_tokens(PROMPT, 3, reader.shape)
+    assert found(reader) == 0
+
+
+def test_the_next_turn_of_a_conversation_finds_the_answer_at_decode(make: Make) -> None:
+    """The proxy keeps nothing: each answer's params go into the next request."""
+    prefill = make("kv_producer", Shape(extra=EXTRA))
+    decode = make("kv_consumer", Shape(extra=EXTRA | {"lend": 0.5}))
+    prompt, params, computed_here = PROMPT, {}, []
+    for turn in range(3):
+        first = {"do_remote_decode": True, "do_remote_prefill": False, "kv_sources": params.get("kv_sources", [])}
+        prefill.add(f"p{turn}", prompt, 1, first)
+        run_until([prefill, decode], lambda turn=turn: prefill.finish_reason(f"p{turn}"))
+        decode.add(f"d{turn}", prompt, 30, prefill.params(f"p{turn}"))
+        run_until([prefill, decode], lambda turn=turn: decode.finish_reason(f"d{turn}"))
+        answer, params = decode.tokens(f"d{turn}"), decode.params(f"d{turn}")
+        assert answer == expected_tokens(prompt, 30, decode.shape)
+        computed_here.append(computed(prefill, f"p{turn}"))
+        prompt = [*prompt, *answer, *range(7000, 7010)]
+    assert [source["engines"] for source in params["kv_sources"]] == [
+        [decode.connector._scheduling._connector.config.engine_id],
+        [prefill.connector._scheduling._connector.config.engine_id],
+    ]
+    assert computed_here == [100, 140 - 128, 180 - 160]
+    assert_empty(prefill, decode)
+
+
+def test_an_answer_says_where_its_kv_is_only_if_it_was_asked_to(make: Make) -> None:
+    engine = make("kv_both", Shape(extra=EXTRA))
+    asked([engine], "a", PROMPT, [])
+    assert engine.params("a") == {"kv_sources": [source_of(engine) | {"tokens": 96}]}
+    served([engine], "b", PROMPT, 3, None)
+    assert not [output for output in engine.outputs if output.request_id == "b" and output.kv_transfer_params]
+
+
+class Hinted:
+    """The hints of a request."""
+
+    def __init__(self, params: Any = None, kv_hints: Any = None) -> None:
+        self.request_id, self.kv_transfer_params, self.kv_hints = "r", params, kv_hints
+
+
+def envelope(hashes: list[int], version: str = "1.0", **more: Any) -> KvHintsEnvelope:
+    payload = {"source_control_endpoint": "tcp://host:5", "block_hashes": hashes, **more}
+    return KvHintsEnvelope("0.1", "m", [KvHintAction("a", "kv.fetch", version, payload)])
+
+
+def test_hints_of_all_senders_are_read() -> None:
+    read: Any = hints_of
+    ours = {"kv_sources": [{"address": "tcp://a:1", "engines": ["x", "y"]}]}
+    assert [hint.contact for hint in read(Hinted(ours))] == [("tcp://a:1", "x"), ("tcp://a:1", "y")]
+    llm_d = {"remote_kv_source": {"kv_request_id": "q", "remote_host": "10.0.0.2", "remote_port": 5710}}
+    assert [hint.contact for hint in read(Hinted(llm_d))] == [("tcp://10.0.0.2:5710", "")]
+    low = [(1 << 64) - 5, 7]
+    hashes = [bytes(24) + one.to_bytes(8, "big") for one in (*low, 9)]
+    for sent in (low, [-5, 7]):
+        for version in ("1.0", "2.7"):
+            (hint,) = read(Hinted(kv_hints=envelope(sent, version, no_retain=True)))
+            assert hint.contact == ("tcp://host:5", "")
+            assert hint.pages(hashes) == 2
+    for bad in ({"kv_sources": 7}, {"kv_sources": [{"address": "", "engines": []}]}, {"remote_kv_source": {}}, 7):
+        assert read(Hinted(bad)) == []
+    assert read(Hinted(kv_hints=envelope([1], mode="move"))) == []
+    assert read(Hinted(kv_hints=7)) == []
+
+
+def test_a_hint_without_an_engine_id_finds_blocks_and_its_hashes_say_how_many(make: Make) -> None:
+    source, reader = pair(make)
+    request = make_request("r", PROMPT, 3, 16, None)
+    request.kv_hints = envelope([int.from_bytes(one[-8:], "big") - (1 << 64) for one in request.block_hashes[:4]])
+    request.kv_hints.actions[0].payload["source_control_endpoint"] = source_of(source)["address"]
+    reader.scheduler.add_request(request)
+    run_until([source, reader], lambda: reader.finish_reason("r"))
+    assert reader.tokens("r") == expected_tokens(PROMPT, 3, reader.shape)
+    assert found(reader) == 64
+
+
+def test_a_pull_writes_only_when_earlier_steps_have_returned(make: Make) -> None:
+    """A step in flight may still write to a block that was freed after it had been scheduled."""
+    source, reader = pair(make)
+    peers = reader.connector._scheduling._prefixes._peers
+    reader.add("r", PROMPT, 3, {"kv_sources": [source_of(source)]})
+    peers.returned, returned = lambda _: None, peers.returned
+    run_until([source, reader], lambda: peers._pulls)
+    for _ in range(50):
+        source.step()
+        reader.step()
+    (fetch,) = peers._pulls.values()
+    assert fetch.marker == peers.marker == 1
+    assert not fetch.is_pulling
+    peers.returned = returned
+    run_until([source, reader], lambda: reader.finish_reason("r"))
+    assert found(reader) == 96
+    assert_empty(source, reader)
