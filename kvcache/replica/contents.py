@@ -66,7 +66,7 @@ class PageContents(Uncopied):
         """
         replica = self._replicas[self._index("cached", replica_idx)]
         self._look_for_reset()
-        size, algorithm, joined, _ = _checked("cached", wanted)
+        size, algorithm, joined = _checked("cached", wanted)[:3]
         width = DIGEST_BYTES[replica.hash_algorithm]
         if (size, algorithm) != (replica.page_size, replica.hash_algorithm) or not joined or len(joined) % width:
             return 0
@@ -178,6 +178,10 @@ class PageContents(Uncopied):
         check_request_id(name, "contents")
         replica = self._replicas[self._index(f"request {name!r}", replica_idx)]
         _checked(f"request {name!r}", wanted)
+        if wanted.named:
+            raise BlockTableMismatchError(
+                f"request {name!r}: asks for pages of {dict(wanted.named)}, which no digest here covers"
+            )
         if wanted.first_page and not replica.lends_any_part:
             kept = "recurrent states (params.states)" if replica.tables.is_plain else "(params.groups)"
             raise BlockTableMismatchError(

@@ -91,3 +91,10 @@ def test_pages_from_every_tier_have_the_computed_content(served: Make, seed: int
         it.manager.check()
     metrics = it.manager.metrics
     assert min(metrics.h2d_blocks_copied, metrics.evictions) > 20
+
+
+def test_pages_of_something_that_no_digest_covers_are_not_lent(served: Make) -> None:
+    it = served()
+    asked = wanted(it)._replace(named=(("adapter 'poet'", "files 12"),))
+    with pytest.raises(BlockTableMismatchError, match="asks for pages of .*poet"):
+        it.manager.contents.lease("reader", 0, asked, 9)
