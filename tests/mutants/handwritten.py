@@ -98,7 +98,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.tables",
         [
-            Mutation("RowTables.every", "^ self._mixed[tables]", "^ self._mixed[:1]"),
+            Mutation("RowTables.every", "digests ^ self._mixed", "digests ^ self._mixed[:1]"),
             Mutation("RowTables.publish", "own[~duplicate], names[~duplicate]", "own, names"),
         ],
     ),
