@@ -22,7 +22,7 @@ from kvcache.replica import imports, inputs
 from kvcache.replica.batch import Batch
 from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.contents import PageContents
-from kvcache.replica.context import Context, check_context, check_fork, read_context
+from kvcache.replica.context import Context, TextContext, check_context, check_fork, read_context
 from kvcache.replica.copier import ImportCopier, ImportProof
 from kvcache.replica.leases import PageLease, granted_by
 from kvcache.states.state_pages import StatePages
@@ -259,18 +259,19 @@ class PagedKVCacheManager(Uncopied):
         room = self._capacity[place]  # at place -1, which stands for an unknown context, nothing fits
         if type(num_steps) is int and 0 < num_steps <= room - self._starts[place]:
             return True
-        num_steps = arguments.steps(num_steps)
+        if type(num_steps) is not int or num_steps != 1:
+            num_steps = arguments.steps(num_steps)
         if place >= 0 and data.active_length == 1 and data.current_length <= room - num_steps + 1:
             return True
         replica, replica_idx, row = self._claims.own(data, "maybe_reserve")
         if self._reset_endpoint.is_asked:
             self._look_for_reset()
-        context = read_context(data)
+        context = data if type(data) is TextContext else read_context(data)
         mark.call, mark.context = _RESERVE, context
         try:
             # The request cannot run in the pages of its cancelled import, so they are freed, unless they are leased.
             gives_back = row in replica.imports.to_give_back and row not in replica.leases.of_row
-            if gives_back or replica.begins_anew(row, "maybe_reserve"):
+            if gives_back or (replica.rows.num_pages_of[row] and replica.begins_anew(row, "maybe_reserve")):
                 row, place = self._claims.claim_anew(context.request_id, replica_idx), -1
             reserved = self._replicas.reserve(replica_idx, row, context, num_steps)
         except Exception as error:
@@ -330,8 +331,10 @@ class PagedKVCacheManager(Uncopied):
         """
         if self._mark.call:
             self._mark.refuse("fetch")
-        num_steps = arguments.steps(num_steps)
-        self._look_for_reset()
+        if type(num_steps) is not int or num_steps != 1:
+            num_steps = arguments.steps(num_steps)
+        if self._reset_endpoint.is_asked:
+            self._look_for_reset()
         return self._replicas.fetch(self._claims.gather(batch, "fetch"), num_steps)
 
     def fetch_ahead(self, batch: Sequence[Context], num_steps: int = 1) -> StepInFlight:

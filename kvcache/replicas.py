@@ -12,7 +12,7 @@ from kvcache.events.wire import CacheSpec, spec_of
 from kvcache.layer_groups import LayerTables
 from kvcache.params import KVCacheParams, KVEvents
 from kvcache.replica.batch import Gathered, Share
-from kvcache.replica.context import Context, SafeContext, read_context
+from kvcache.replica.context import Context, SafeContext, TextContext, read_context
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.recount import check_replica
@@ -59,6 +59,7 @@ class Replicas:
         self._events: EventPublisher | None = None
         self.event_endpoints: list[tuple[str, str | None]] = []  # the addresses of each replica's KV events and replays
         self._log: AnyLog = NoLog()  # records the changes that are reported as events, and the tokens of new pages
+        self._in_chunks = self.each[0].tables.in_chunks
         self._in_slabs = self.each[0].pool.beside > 0  # whether pages move to make room for slabs
 
     @property
@@ -101,7 +102,7 @@ class Replicas:
         """Give one request its pages. If too few pages are free, returns False and changes nothing."""
         replica = self.each[replica_idx]
         # At its first reservation, a request uses cached pages even if it runs only one token.
-        first_time = replica.rows.prompt.item(row) < 0
+        first_time = replica.rows.prompt_of[row] < 0
         if first_time and self._all_tiers:
             self._take_up()
         new_pages = replica.reserve(row, context, context.indices, num_steps)
@@ -124,15 +125,17 @@ class Replicas:
         `claim_anew`, with a request and its replica, for each request that must begin anew. There is one
         exception: if a caller's own context raises when its indices are set, the requests before it keep their pages.
         """
-        if gathered.slack >= num_steps - 1 or self._reserve_decoding(gathered, num_steps):
+        fits = gathered.slack >= num_steps - 1 and not gathered.is_read
+        if fits or self._reserve_decoding(gathered, num_steps):
             self.mark.call = None
             return np.ones(len(gathered.contexts), np.bool_)
         places: list[int] = as_rows(gathered.places).tolist()
         at_rows = [divmod(place, self.rows.rows) for place in places]
-        contexts = [read_context(context) for context in gathered.contexts]
+        listed = gathered.contexts  # kept here, because `claim_anew` releases requests, and their list forgets them
+        contexts = [read_context(context) for context in listed]
         for (replica_idx, row), context in zip(at_rows, contexts, strict=True):
             replica = self.each[replica_idx]
-            is_new = not replica.rows.num_pages.item(row) or replica.begins_anew(row, "reserve_batch")
+            is_new = not replica.rows.num_pages_of[row] or replica.begins_anew(row, "reserve_batch")
             if not is_new:
                 replica.refuse_reservation(row, context, "reserve_batch")
             # A row without pages has computed nothing, whatever its context says: it may have been preempted.
@@ -146,7 +149,7 @@ class Replicas:
                     claim_anew(context.request_id, replica_idx)
                 reserved[at] = self.reserve(replica_idx, row, context, num_steps)
                 if reserved[at]:
-                    bind(gathered.contexts[at], replica_idx, row)
+                    bind(listed[at], replica_idx, row)
         return reserved
 
     def fork(self, replica_idx: int, parent: int, row: int, end: int) -> None:
@@ -171,12 +174,11 @@ class Replicas:
         An error is raised before any token is counted as run. `number` selects the set of tables in which the inputs
         are built.
         """
-        shares = gathered.split(len(self.each))
-        if gathered.slack < num_steps - 1:
-            self._refuse_short(gathered, shares, num_steps)
+        if gathered.slack < num_steps - 1 or (gathered.is_read and self._in_chunks):
+            self._refuse_short(gathered, num_steps)
         counted = gathered.is_counted  # then these requests have been checked, and their prompts have been counted
         prompts: list[tuple[PromptCounter, list[tuple[int, int, int]]]] = []
-        for share in () if counted else shares:
+        for share in () if counted else gathered.shares:
             replica, at = self.each[share.replica], share.at
             if replica.leases.of_row:
                 replica.leases.refuse_rewrite(share.rows, gathered.starts[at])
@@ -184,25 +186,27 @@ class Replicas:
                 prompts.append((counter, counter.prompts(share.rows, gathered.starts[at], gathered.actives[at])))
         self.mark.call = _FETCH
         if self._all_tiers:
-            self._tick(shares)
+            self._tick(gathered.shares)
         for counter, ran in prompts:
             counter.run(ran)
         fetched: list[RaggedKVCacheInputs] = []
-        for share in shares:
+        for share in gathered.shares:
             placed = self.placed[share.replica]
             fetched += placed.inputs(share.rows, *gathered.part(share), num_steps, number)
-            placed.replica.pool.moves.fetched(share.rows)
+            if self._in_slabs:
+                placed.replica.pool.moves.fetched(share.rows)
         self.mark.call = None
         if not counted:
             gathered.count_along(self._counters)
         return fetched
 
-    def _refuse_short(self, gathered: Gathered, shares: Sequence[Share], num_steps: int) -> None:
+    def _refuse_short(self, gathered: Gathered, num_steps: int) -> None:
         """Raise unless each request has pages for its tokens, and still has the pages that its next query sees."""
-        in_chunks, lengths = self.each[0].tables.in_chunks, gathered.lengths_after(num_steps)
-        if not in_chunks and self.rows.slack(gathered.places, lengths) >= 0:
+        in_chunks = self._in_chunks
+        if not in_chunks and gathered.room_after(num_steps) >= 0:
             return
-        for share in shares:
+        lengths = gathered.lengths_after(num_steps)
+        for share in gathered.shares:
             replica, at = self.each[share.replica], share.at
             needed = lengths[at]
             if in_chunks and not gathered.is_counted:
@@ -224,7 +228,7 @@ class Replicas:
         computed = gathered.computed
         # a request may have run beyond its pages
         if gathered.slack < -1 and self.rows.slack(gathered.places, computed) < 0:
-            for share in gathered.split(len(self.each)):
+            for share in gathered.shares:
                 self.each[share.replica].refuse_short(share.rows, computed[share.at], "step")
         if gathered.due > 0:  # no page is full
             self.mark.call = _STEP
@@ -234,7 +238,7 @@ class Replicas:
             full = self._publish(gathered)
         if settle is not None:
             settle()
-        for share in gathered.split(len(self.each)) if self._in_slabs else ():
+        for share in gathered.shares if self._in_slabs else ():
             self.each[share.replica].pool.moves.stepped(share.rows)
         for share, pages in full:
             self._kept[share.replica].computed(pages)
@@ -252,10 +256,11 @@ class Replicas:
         # All replicas hash before any of them publishes. So if the salt or keys of a request have changed, the call is
         # refused before it changes anything.
         full: list[tuple[Share, Filled]] = []
-        for share in gathered.split(len(self.each)) if looked is None else looked:
+        for share in gathered.shares if looked is None else looked:
             at, rows, firsts, lasts = self.each[share.replica].filled(share.rows, computed[share.at])
             if at.size:
-                at = rows_at(share.at, at)
+                if len(self.each) > 1 or looked is not None:
+                    at = rows_at(share.at, at)
                 digests = gathered.digests(at, firsts, lasts, self._hasher_of, self._log)
                 full.append((share, Filled(rows, firsts, lasts, digests)))
         self.mark.call = _STEP
@@ -263,8 +268,10 @@ class Replicas:
             self.each[share.replica].publish(pages)
         # Last, because `publish` passes replaced pages to leases as far as readers know them.
         self._computed(gathered)
-        gathered.published(any_full=bool(full))
-        self._log.end_call()
+        if gathered.lasts:
+            gathered.published(any_full=bool(full))
+        if self._log.is_read:
+            self._log.end_call()
         return full
 
     def publish_events(self, options: KVEvents, params: KVCacheParams, tables: LayerTables) -> None:
@@ -386,13 +393,13 @@ class Replicas:
             prompts = shares is None and not gathered.is_counted
             if prompts and np.count_nonzero(gathered.actives - gathered.starts != 1):
                 return False
-            slack = self.rows.slack(gathered.places, gathered.lengths_after(1))
+            slack = gathered.room_after(1)
             if slack >= num_steps - 1:
                 gathered.slack = slack
                 return True
             if slack < -1:  # a request has no pages, or its context has more computed tokens than its pages hold
                 return False
-            shares = gathered.split(len(self.each))
+            shares = gathered.shares
         lengths = gathered.lengths_after(num_steps)
         self.mark.call = _RESERVE
         for share in shares:
@@ -404,10 +411,10 @@ class Replicas:
 
     def _computed(self, gathered: Gathered) -> None:
         """Record that the model has computed the tokens before each request's start."""
-        self.rows.cached[gathered.places] = gathered.computed
+        gathered.keep_computed()
         if gathered.is_counted:  # the prompts of these requests have been counted
             return
-        for share in gathered.split(len(self.each)):
+        for share in gathered.shares:
             if (counter := self.each[share.replica].counter).open:
                 computed = gathered.computed[share.at]
                 counter.run(counter.prompts(share.rows, np.zeros_like(computed), computed))
@@ -425,6 +432,5 @@ class Replicas:
 
     def _hasher_of(self, place: int, context: Context) -> PrefixHasher:
         replica_idx, row = divmod(place, self.rows.rows)
-        read = read_context(context)
-        self.each[replica_idx].refuse_renamed(row, read)
-        return self.each[replica_idx].hasher(row, read)
+        read = context if type(context) is TextContext else read_context(context)
+        return self.each[replica_idx].hasher_of_pages(row, read)

@@ -134,7 +134,7 @@ class PrefixIndex:
         self.generation += 1
         self._unlink_pages(pages.astype(INDEX))
         self.published[others] = True
-        self._link(others, self._buckets(digests))
+        self._link(others.astype(INDEX), others, self._buckets(digests))
 
     def withdraw_one(self, page: int) -> None:
         """Do the same as `withdraw` for one page, in a fifth of the time."""
@@ -168,7 +168,7 @@ class PrefixIndex:
         pages = np.flatnonzero(self.published).astype(np.int32)
         self._links[:] = NO_PAGE
         self.generation += 1
-        self._link(pages, self._buckets(self.digests_of(pages)))
+        self._link(pages.astype(INDEX), pages, self._buckets(self.digests_of(pages)))
 
     def clear(self) -> None:
         """Unpublish every page. The journal does not report this."""
@@ -237,10 +237,10 @@ class PrefixIndex:
         at = pages.astype(INDEX)
         self._records.put(at, digests.view(self._records.dtype).reshape(-1))
         self._changed(at, True)
-        self._link(pages, buckets)
+        self._link(at, pages, buckets)
 
-    def _link(self, pages: Pages, buckets: Buckets) -> None:
-        at = pages.astype(INDEX)
+    def _link(self, at: Buckets, pages: Pages, buckets: Buckets) -> None:
+        """Put `pages` into the chains of their `buckets`. `at` is a copy of `pages` in the type `INDEX`."""
         while True:
             heads = self._heads[buckets]
             self._heads[buckets] = pages

@@ -47,9 +47,11 @@ class Gathered:
     """The requests of one call, as arrays `[len]` in the order of the batch."""
 
     __slots__ = (
-        *("_every", "_only", "_read", "_shares", "actives", "computed", "contexts", "due", "ends"),
-        *("is_counted", "places", "slack", "starts", "unbound"),
+        *("_every", "_indices", "_only", "_read", "actives", "computed", "contexts", "due", "ends", "is_counted"),
+        *("is_read", "places", "shares", "slack", "starts", "unbound"),
     )
+
+    lasts = False  # whether it is passed to several steps, as only a `Batch` is
 
     starts: Ints
     actives: Ints
@@ -60,7 +62,12 @@ class Gathered:
         self.contexts = contexts
         self.places = places  # the place of each request in `every`, the arrays over the rows of all replicas
         self._every = every
-        self._shares: list[Share] = []
+        # the requests of each replica
+        self.shares: list[Share] = (
+            [Share(0, slice(0, len(contexts)), places)]
+            if every.replicas == 1
+            else shares_of_all(self.replicas, self.rows, every.replicas)
+        )
         self.unbound = unbound  # whether some requests have no pages yet; their rows are then not bound to a context
         # the place of the only request; a call for one request would take a third more time without it
         self._only = (places.start if isinstance(places, slice) else places.item()) if len(contexts) == 1 else -1
@@ -75,7 +82,7 @@ class Gathered:
         """The row of each request in its replica."""
         return as_rows(self.places) % self._every.rows
 
-    def refresh(self, *, computed_only: bool = False) -> None:
+    def refresh(self, computed_only: bool = False) -> None:
         """Get the indices of every request. With `computed_only`, only how many tokens are computed."""
         every, only = self._every, self._only
         if only < 0:
@@ -86,7 +93,7 @@ class Gathered:
             starts = every.starts[self.places]
             slack, due = every.capacity_of[only] - start - 1, every.commit_at_of[only] - start
         else:
-            self.gather(computed_only=computed_only)
+            self.gather(computed_only)
             return
         # A lower bound of the number of tokens by which every request can grow within its pages. Each update subtracts
         # one.
@@ -94,16 +101,18 @@ class Gathered:
         # A lower bound of the number of tokens that every request can still compute before the first request fills a
         # page. Each update subtracts one.
         self.due = due
-        # Whether all contexts count along, so that none must be read, nor checked again.
+        # Whether all contexts count along, so that none must be read, nor checked again. `is_read`: whether contexts
+        # were read for this call, so that some may run several tokens.
         self.is_counted = slack > _UNCOUNTED
         if not self.is_counted:
-            self.gather(computed_only=computed_only)
+            self.gather(computed_only)
             return
+        self.is_read = False
         self.starts = self.computed = starts
 
-    def gather(self, *, computed_only: bool = False) -> None:
+    def gather(self, computed_only: bool = False) -> None:
         """Read every context that does not count along. With `computed_only`, only how many tokens are computed."""
-        self.slack, self.due, self.is_counted = UNKNOWN, UNKNOWN, False
+        self.slack, self.due, self.is_counted, self.is_read = UNKNOWN, UNKNOWN, False, True
         # the indices of the contexts to be read
         self._read: list[int] = [0]
         contexts = self.contexts
@@ -111,16 +120,22 @@ class Gathered:
             counted = self._every.starts[self.places]
             self._read = (counted >= NEVER).nonzero()[0].tolist()
             if 0 < len(self._read) < len(contexts):
-                self._gather_some(counted, computed_only=computed_only)
+                self._gather_some(counted, computed_only)
                 return
         if computed_only:
             self.starts = self.computed = np.array([*map(_computed_of, contexts)], INT64)
             return
-        numbers = np.array([*chain.from_iterable(map(_indices_of, contexts))], INT64)
+        if self._only < 0:
+            numbers = np.array([*chain.from_iterable(map(_indices_of, contexts))], INT64)
+        else:
+            context = contexts[0]
+            self._indices = context.indices if type(context) is TextContext else _indices_of(context)
+            numbers = np.array(self._indices, INT64)
+            self.slack = self._every.capacity_of[self._only] - self._indices[2]
         self.starts, self.actives, self.ends = numbers[::3], numbers[1::3], numbers[2::3]
         self.computed = self.starts
 
-    def _gather_some(self, counted: Ints, *, computed_only: bool) -> None:
+    def _gather_some(self, counted: Ints, computed_only: bool) -> None:
         read = [self.contexts[at] for at in self._read]
         self.starts = self.computed = starts = counted.copy()
         if computed_only:
@@ -135,25 +150,38 @@ class Gathered:
         `counters` has the counter of each replica. A request whose prompt is not fully counted is read again.
         """
         every = self._every
-        for at in self._read:
-            context, place = self.contexts[at], self._place_of(at)
+        places: list[int] = [self._only] if self._only >= 0 else as_rows(self.places)[self._read].tolist()
+        for at, place in zip(self._read, places, strict=True):
+            context = self.contexts[at]
             replica, row = divmod(place, every.rows)
             if type(context) is TextContext and row not in counters[replica].open:
                 context.count_along(every.start_of, place)
-
-    def _place_of(self, at: int) -> int:
-        places = self.places
-        return places.start + at if isinstance(places, slice) else places.item(at)
 
     def lengths_after(self, num_steps: int) -> Ints:
         """Returns how many tokens of each request need a page if it runs so many steps."""
         if self.is_counted:
             return self.starts + num_steps
-        return self.ends + (num_steps - 1) if num_steps > 1 else self.ends
+        return self.ends if num_steps == 1 else self.ends + (num_steps - 1)
+
+    def keep_computed(self) -> None:
+        """Record that the model has computed the tokens before each request's start."""
+        if self._only >= 0:
+            self._every.cached_of[self._only] = self.computed.item()
+        else:
+            self._every.cached[self.places] = self.computed
+
+    def room_after(self, num_steps: int) -> int:
+        """Returns by how many tokens each request can still grow within its pages after so many steps."""
+        if self._only < 0:
+            return self._every.slack(self.places, self.lengths_after(num_steps))
+        end = self.starts.item() + 1 if self.is_counted else self.ends.item()  # numbers instead of arrays
+        return self._every.capacity_of[self._only] - end - num_steps + 1
 
     def published(self, *, any_full: bool) -> None:
-        """Record that all full pages of computed tokens are published. `any_full`: whether there were any."""
-        # only a `Batch` lasts for several steps, and keeps `due`
+        """Record that all full pages of computed tokens are published. `any_full`: whether there were any.
+
+        Called if this `lasts`.
+        """
 
     def read_computed(self) -> None:
         """Read how many tokens of each request are computed.
@@ -162,15 +190,6 @@ class Gathered:
         """
         contexts = self.contexts
         self.computed = np.fromiter([computed_of(context) for context in contexts], np.int64, len(contexts))
-
-    def split(self, count: int) -> list[Share]:
-        """Returns the requests of the batch as one `Share` for each of the `count` replicas."""
-        if not self._shares:
-            if count == 1:
-                self._shares = [Share(0, slice(0, len(self.contexts)), self.places)]
-            else:
-                self._shares = shares_of_all(self.replicas, self.rows, count)
-        return self._shares
 
     def turning(self, most: int = NEVER) -> list[Share] | None:  # noqa: ARG002 - `Batch` uses it
         """Returns the requests whose newest token begins a page, as one `Share` for each replica.
@@ -186,11 +205,12 @@ class Gathered:
         if not len(starts):
             return starts, (0, 0, 0)
         if self.is_counted:
-            longest = largest(starts) + 1
+            longest = (starts.item() if len(starts) == 1 else int(starts.max())) + 1
             return starts, (1, longest, longest)
+        if self._only >= 0:  # numbers instead of numpy's maxima
+            start, active, end = self._indices
+            return starts, (active - start, active, end)
         actives, ends = self.actives[at], self.ends[at]
-        if len(starts) == 1:  # for one request, reading the values takes a tenth of the time of numpy's maxima
-            return starts, (actives.item() - starts.item(), actives.item(), ends.item())
         return starts, (int((actives - starts).max()), int(actives.max()), int(ends.max()))
 
     def digests(self, indices: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: AnyLog) -> NDArray[np.uint64]:
@@ -199,12 +219,16 @@ class Gathered:
         The digests come one after another. `log` records to which request each digest belongs. If KV events are read,
         it also records the tokens of the pages.
         """
-        at = indices.tolist()
+        if self._only >= 0 and not log.is_read:  # numbers instead of arrays and lists: a tenth of the `step`
+            context: Context = self.contexts[0]
+            return hasher_of(self._only, context).digests(context.tokens, firsts.item(), lasts.item())
+        at: list[int] = indices.tolist()
         hashers = self.hashers(at, hasher_of)
         spans = list(zip(at, firsts.tolist(), lasts.tolist(), strict=True))
         if len(at) == 1 or np.count_nonzero(lasts - firsts != ONE):
-            each = zip(hashers, spans, strict=True)
-            found = [hasher.digests(self.tokens(index), first, last) for hasher, (index, first, last) in each]
+            found: list[NDArray[np.uint64]] = []
+            for hasher, (index, first, last) in zip(hashers, spans, strict=True):
+                found.append(hasher.digests(self.contexts[index].tokens, first, last))
             if log.is_read:
                 log.describe((hashers, firsts, lasts, [*map(token_bytes, self._tokens_of(spans))]))
             return found[0] if len(found) == 1 else np.concatenate(found)
@@ -222,21 +246,18 @@ class Gathered:
         """
 
         def from_the_context(nth: int) -> bytes:
-            return hashers[nth].digests(self.tokens(at[nth]), firsts[nth], firsts[nth] + 1).tobytes()
+            return hashers[nth].digests(self.contexts[at[nth]].tokens, firsts[nth], firsts[nth] + 1).tobytes()
 
         return next_digests(hashers, firsts, tokens, from_the_context)
-
-    def tokens(self, index: int) -> NDArray[np.integer[Any]]:
-        context: Context = self.contexts[index]
-        return context.tokens
 
     def _tokens_of(self, spans: list[tuple[int, int, int]]) -> list[NDArray[np.integer[Any]]]:
         """Returns the tokens of pages `first` to `last` (excluded) of each context: `(index, first, last)`."""
         size = self._every.page_size
-        return [self.tokens(index)[first * size : last * size] for index, first, last in spans]
+        return [self.contexts[index].tokens[first * size : last * size] for index, first, last in spans]
 
     def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
-        return [hasher_of(self._place_of(index), self.contexts[index]) for index in at]
+        places: list[int] = as_rows(self.places)[at].tolist()
+        return [*map(hasher_of, places, map(self.contexts.__getitem__, at))]
 
 
 class Batch(Uncopied, Gathered, Sequence[Context]):
@@ -262,6 +283,8 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
         >>> [request.start_idx for request in requests]
         [3, 2]
     """
+
+    lasts = True
 
     def __init__(
         self, contexts: Sequence[Context], places: Rows, every: AllRows, owner: object, *, unbound: bool
@@ -306,11 +329,12 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
     def __iter__(self) -> Iterator[Context]:
         return iter(self.contexts)
 
-    def gather(self, *, computed_only: bool = False) -> None:
+    def gather(self, computed_only: bool = False) -> None:
         # `_stale` is cleared after all contexts follow this batch. After an interrupt before that, all contexts are
         # read again.
         self._stale = True
-        super().gather(computed_only=computed_only)
+        super().gather(computed_only)
+        self.slack, self.is_read = UNKNOWN, False  # a batch tests what its requests run when it needs pages
         self._begin_log()
         self._hashers = {}
         # The results of `turning`. The key is the position of the first request's newest token within its page. The
@@ -383,7 +407,7 @@ class Batch(Uncopied, Gathered, Sequence[Context]):
         else:
             self.due = self._every.due(self.places, self.computed)
 
-    def refresh(self, *, computed_only: bool = False) -> None:  # noqa: ARG002 - a batch reads all indices at once
+    def refresh(self, computed_only: bool = False) -> None:  # noqa: ARG002 - a batch reads all indices at once
         """Read all contexts again if the caller has changed one of them directly."""
         if self._stale or not self._together:
             self.gather()
@@ -644,11 +668,6 @@ def shares_at(replicas: Ints, rows: Rows, indices: Ints) -> list[Share]:
         return [Share(mine.item(0), indices, own)]
     of_each = [(replica, mine == replica) for replica in np.unique(mine).tolist()]
     return [Share(replica, indices[at], own[at]) for replica, at in of_each]
-
-
-def largest(array: Ints) -> int:
-    """Returns the largest item. For a single item, this takes a tenth of the time of numpy's maximum."""
-    return array.item() if len(array) == 1 else int(array.max())
 
 
 def _indices_of(context: Context) -> ContextIndices:

@@ -259,7 +259,8 @@ class TextContext:
         the next update does not yield a token, or if the context follows a leader or has a future token.
         """
         if self._leader is None and self._flight is None and self._active == self._end:
-            self.stop_counting()
+            if self._counts is not _NOWHERE:
+                self.stop_counting()
             self._counts = starts, place
             if self._start + 1 == self._active:
                 starts[place] = self._start
@@ -303,7 +304,7 @@ class TextContext:
         if self._active < self._end:
             self._start, self._active = self._active, self._end
             return None
-        checked = self._checked_token(token)
+        checked = token if type(token) is int and 0 <= token < 1 << 31 else self._checked_token(token)
         if self._end >= self.max_length:
             self._refuse_full()
         if self._end == len(self._buffer):
@@ -475,7 +476,7 @@ class TextContext:
 
     def _grow(self, count: int) -> None:
         room = min(self.max_length, max(_NEW_CAPACITY, 2 * self._end, self._end + count))
-        grown = np.zeros(room, np.int32)
+        grown = np.empty(room, np.int32)
         grown[: self._end] = self._buffer[: self._end]
         self._buffer = grown
 

@@ -141,15 +141,33 @@ class ReplicaPageMoves(PageMoves):
         self._copy = copy
         count = len(replica.rows.request_ids)
         self._runs, self._told = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        # The rows of the last `fetched`, if `stepped` has not been called for them. They are not in `_runs` yet: most
+        # steps fetch and step one list, and no page moves in between.
+        self._fetched: Rows | None = None
+        self._any_run = False  # whether some other row runs
 
     def claimed(self, row: int) -> None:
-        self._runs[row] = self._told[row] = False
+        self._runs_now()[row] = self._told[row] = False
 
-    def fetched(self, rows: Rows | list[int]) -> None:
-        self._runs[rows] = True
+    def fetched(self, rows: Rows) -> None:
+        if self._fetched is not rows:
+            self._runs_now()
+            self._fetched = rows
 
     def stepped(self, rows: Rows) -> None:
-        self._runs[rows] = False
+        if self._fetched is rows and not self._any_run:
+            self._fetched = None
+            return
+        runs = self._runs_now()
+        runs[rows] = False
+        self._any_run = bool(runs.any())
+
+    def _runs_now(self) -> NDArray[np.bool_]:
+        """Returns a mask of the rows that a model runs."""
+        if self._fetched is not None:
+            self._runs[self._fetched] = self._any_run = True
+            self._fetched = None
+        return self._runs
 
     def told(self, row: int) -> None:
         self._told[row] = True
@@ -163,7 +181,7 @@ class ReplicaPageMoves(PageMoves):
         pool = self._replica.pool
         by_rows = np.bincount(np.concatenate(self._pages_of_rows()), minlength=pool.num_pages + 1)
         stays = (pool.holders != by_rows) | (pool.writers > 0)
-        known = np.flatnonzero(self._runs | self._told).tolist()
+        known = np.flatnonzero(self._runs_now() | self._told).tolist()
         for row in (*self._replica.leases.of_row, *self._replica.imports.of_row, *known):
             stays[self._pages_of(row)] = True
         stays &= (pool.holders > 0) | (pool.writers > 0)

@@ -93,8 +93,8 @@ class PrefixHasher:
     """
 
     __slots__ = (
-        *("algorithm", "extra_keys", "keys_left", "known", "matches", "named", "page_size", "running", "salt"),
-        *("segments", "width"),
+        *("algorithm", "extra_keys", "fitted", "keys_left", "known", "matches", "named", "page_size", "running"),
+        *("salt", "segments", "width"),
     )
 
     def __init__(
@@ -110,8 +110,10 @@ class PrefixHasher:
         self.salt = salt
         self.segments = segments
         self.named = salt, extra_keys  # what the context gives
+        # the lineage of the pages for which a replica has last found that this hasher `fits`
+        self.fitted: object = None
         # Everything that is hashed besides tokens: the context's keys, and those of segments that nobody else shares.
-        own = own_keys(segments, page_size)
+        own = own_keys(segments, page_size) if segments[-1].mark else ()  # the last one has a mark if any has
         self.extra_keys = (*(extra_keys or ()), *own) if own else extra_keys
         self.width = DIGEST_BYTES[algorithm]
         self._begin()

@@ -75,7 +75,7 @@ class Kept:
     # ---- lookups
 
     def shortened(self, run: Found, hasher: PrefixHasher, context: SafeContext, row: int | None) -> Found:  # noqa: ARG002 - any end is good
-        """Returns the part of the found `run` of pages after which the request can resume.
+        """Returns the part of the found `run` of pages, at least one, after which the request can resume.
 
         `row` is None for a request without a row.
         """

@@ -80,6 +80,7 @@ class KeptPages:
 
     Attributes:
         group: the layers, and the rule that says which tokens they see.
+        keeps_all: whether a query sees all tokens before it.
         tables: the tables of the group, among all tables of the replica.
         table: their page ids, int32 `[tables, rows, columns]`.
         firsts, ends: for each row, the first column that has a page, and the column after the last one.
@@ -92,6 +93,7 @@ class KeptPages:
         self.group: LayerGroup = of.group
         self.tables: slice = of.tables
         self.num_tables = of.num_tables
+        self.keeps_all = of.group.keeps_all
         self.table = rows.table[self.tables]
         self.firsts, self.ends = rows.firsts[number], rows.ends[number]
         self._rows, self._page_size = rows, rows.page_size
@@ -140,7 +142,7 @@ class KeptPages:
         The pages from token `first` on are needed.
         """
         begins = (-(-table.num_tokens // table.page_size) - count) * table.page_size
-        if self.group.keeps_all or first >= min(begins, table.num_tokens):
+        if self.keeps_all or first >= min(begins, table.num_tokens):
             return ""
         return f"names pages of {self.group.name} from token {begins} on; those from token {first} on are needed"
 
@@ -148,7 +150,7 @@ class KeptPages:
         """Returns what an import writes before column `end`, one part for each table: the pages that were not found."""
         first = min(span.found_end, end)
         pages = self.table[:, row, first:end].copy()
-        return [ImportPart(first * self._page_size, of_table, not self.group.keeps_all) for of_table in pages]
+        return [ImportPart(first * self._page_size, of_table, not self.keeps_all) for of_table in pages]
 
     def unseen(self, part: ImportPart, position: int) -> ImportPart:
         """Returns an import's part without the pages that a query at token `position` does not see."""
@@ -162,7 +164,7 @@ class KeptPages:
 
     def seen(self, position: Positions) -> Positions:
         """Returns the first column that a query at each position sees."""
-        return self.group.first_seen(position) // self._page_size
+        return position * 0 if self.keeps_all else self.group.first_seen(position) // self._page_size
 
     def seen_columns(self, end: int, start: int = 0) -> ColumnSet:
         """Returns the columns from `start` on that a query at the first token of column `end` sees."""
@@ -179,7 +181,7 @@ class KeptPages:
     def named_columns(self, row: int, tokens: int, *, windows: bool, start: int = 0) -> ColumnSet:
         """Returns the columns from `start` on whose pages `named` returns."""
         end = -(-tokens // self._page_size)
-        if not windows and not self.group.keeps_all:
+        if not windows and not self.keeps_all:
             return slice(end, end)
         return self.kept(max(self.firsts.item(row), self.seen(tokens)), end, start)
 
@@ -189,7 +191,7 @@ class KeptPages:
         With full attention, pages are needed for `length` tokens. With a window, pages are needed up to the end of the
         chunk.
         """
-        if not self.group.keeps_all:
+        if not self.keeps_all:
             active = chunk_end(indices, start)
             length = active if active < indices[2] else length
         return -(-length // self._page_size)

@@ -38,7 +38,7 @@ class OneTable(RowTables):
         needed, count = -(-length // self._page_size), end - first
         have, leaving = 0, _NO_PAGES
         if row is not None:
-            have = self.rows.num_pages.item(row)
+            have = self.rows.num_pages_of[row]
             if count and have > first:
                 leaving = self.rows.pages(row)[first:end].copy()
         behind = max(have, end)

@@ -37,7 +37,7 @@ from kvcache.weights import STOP, Lineage, named_version
 MakeKept = Callable[[RowTables, HasherOfRow], Kept]
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)
-_FIRST, _NOWHERE = np.zeros(1, np.int64), np.zeros(0, np.int64)  # indices in a list of one request
+_FIRST = np.zeros(1, np.int64)  # the indices in a list of one request
 
 
 class Replica:
@@ -136,7 +136,7 @@ class Replica:
         allocated pages. If there are too few free pages, returns None and changes nothing.
         """
         rows, size = self.rows, self.page_size
-        have = rows.num_pages.item(row)
+        have = rows.num_pages_of[row]
         start, active, known = indices
         length, decodes = known + num_steps - 1, active - start == 1
         if not have:
@@ -147,7 +147,7 @@ class Replica:
             # The row's pages are full, and it needs one more page.
             if -(-length // size) == have + 1 and self.tables.is_plain:
                 # This also catches a pending import, because a row's capacity is -1 while its import is pending.
-                if start > rows.capacity.item(row):
+                if start > rows.capacity_of[row]:
                     self.refuse_pending(row, "maybe_reserve")
                     self.refuse_ahead(row, start)
                 if not self.pool.free_count:
@@ -155,14 +155,14 @@ class Replica:
                 rows.table[0, row, have] = self.pool.allocate_one()
                 rows.grow(row, have + 1)
                 return 1
-            if length <= rows.capacity.item(row):
+            if length <= rows.capacity_of[row]:
                 # The row's last page has room. The context need not be checked, because `fetch` and `step` do that.
                 return 0
-        self.refuse_reservation(row, context, "maybe_reserve")
-        if have:
+        if have or row in self.imports.of_row or row in self.imports.to_give_back:
+            self.refuse_reservation(row, context, "maybe_reserve")
             self.refuse_renamed(row, context)
         if have and decodes:  # the request only decodes, so there is nothing to look up
-            plan = self.tables.plan(row, indices, length, start, self.tables.nothing(rows.committed.item(row)))
+            plan = self.tables.plan(row, indices, length, start, self.tables.nothing(rows.committed_of[row]))
         else:
             plan = self._plan(row, context, indices, length, start)
         return self.act(row, context, indices, plan)
@@ -180,11 +180,11 @@ class Replica:
         if plan.start != before or plan.active != active:
             # `run_from` comes first, because a caller's own context may raise. Nothing after it raises.
             context.run_from(plan.start, plan.active)
-        if not self.rows.num_pages.item(row):
+        if not self.rows.num_pages_of[row]:
             before = 0
         if plan.slots.size:  # first, because pages that are evicted below may take host slots
             self.tier.hold(plan.slots)
-        found = plan.committed - self.rows.committed.item(row)
+        found = plan.committed - self.rows.committed_of[row]
         if self.tables.keeps_prefix:
             found = plan.spans[0].found.shape[-1]
         self.kept.take(row, plan)
@@ -233,9 +233,11 @@ class Replica:
         The last known token is never in these pages, because it has to run to produce the next token. `hasher` is the
         context's hasher, if the caller has it.
         """
-        first, tokens = 0 if row is None else self.rows.committed.item(row), context.tokens
+        first, tokens = 0 if row is None else self.rows.committed_of[row], context.tokens
         last = (len(tokens) - 1) // self.page_size
-        if not self.caching or last <= first or row in self.rows.private or not self.tables.resumes_beyond(row, first):
+        if not self.caching or last <= first or row in self.rows.private:
+            return self.tables.nothing(first)
+        if first and not self.tables.resumes_beyond(row, first):
             return self.tables.nothing(first)
         hasher, index = hasher or self.hasher(row, context), self.pool.index
         kept = hasher.matches.get(index)
@@ -245,7 +247,7 @@ class Replica:
         else:
             found = self._run(first, hasher.digests(tokens, first, last))
             hasher.matches[index] = (index.generation, first, last, found)
-        return self.kept.shortened(found, hasher, context, row)
+        return self.kept.shortened(found, hasher, context, row) if found.end > first else found
 
     def look_up(self, row: int, context: SafeContext, start: int) -> Found:
         """Find the pages with which the row's request can resume, on the device and in lower tiers.
@@ -254,7 +256,7 @@ class Replica:
         pages.
         """
         found = self.find(context, row)
-        if row in self.rows.private:
+        if not self.tier.keeps or row in self.rows.private:
             return found
         first = max(found.first, start // self.page_size)
         if self.leases.told.item(row) > first * self.page_size:
@@ -262,7 +264,7 @@ class Replica:
             return found
         # Lower tiers are not looked up here for a request that has pages in several tables. They are looked up after
         # `step`.
-        if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):
+        if self.tables.is_plain or not self.rows.num_pages_of[row]:
             last = (context.end_idx - 1) // self.page_size
             if found.end < last:
                 below = self._with_below(row, context, first, last)
@@ -341,7 +343,7 @@ class Replica:
         copies = self.tables.fork(parent, row, computed, end)
         if parent in rows.private:
             rows.private.add(row)
-        rows.commit(row, min(full, rows.committed.item(parent)))
+        rows.commit(row, min(full, rows.committed_of[parent]))
         rows.cached[row] = computed
         self._named[row], self._lineages[row] = self._named[parent], self._lineages[parent]
         self.counter.ran_elsewhere(row, computed)
@@ -378,10 +380,11 @@ class Replica:
         (excluded) of these pages. Changes nothing.
         """
         ends = self.rows.commit_at[rows]
-        if len(computed) == 1:  # numbers instead of arrays, as in `AllRows.slack`
-            at = _FIRST if computed.item() >= ends.item() else _NOWHERE
-        else:
-            at = (computed >= ends).nonzero()[0]
+        if len(computed) == 1 and computed.item() >= ends.item():  # numbers instead of arrays, as in `least`
+            row = rows.start if isinstance(rows, slice) else rows.item()
+            numbers = np.array((row, self.rows.committed_of[row], computed.item() // self.page_size))
+            return _FIRST, numbers[:1], numbers[1:2], numbers[2:]
+        at = (computed >= ends).nonzero()[0]
         filled = rows_at(rows, at)
         return at, filled, self.rows.committed[filled], computed[at] // self.rows.size
 
@@ -391,7 +394,8 @@ class Replica:
         The caller records how many tokens are computed.
         """
         filled, firsts, lasts, digests = full
-        self.tier.arrive(filled)
+        if self.tier.keeps:
+            self.tier.arrive(filled)
         flat_rows, columns = filled, firsts
         if len(filled) == 1:  # numpy repeats the row itself
             last: int = lasts.item()
@@ -414,13 +418,29 @@ class Replica:
     def hasher(self, row: int | None, context: SafeContext) -> PrefixHasher:
         """Returns the request's hasher. The context keeps the hasher, or this object if the context cannot carry it."""
         # The salt and keys of a request without pages may still change. `refuse_renamed` refuses later changes.
-        named, segments = self._named.get(row, context.named), self.lineage(row).segments
-        kept = context.prefix_hasher or self._hashers.get(row)
+        named, lineage = self._named.get(row, context.named), self.weights.now
+        if row in self._lineages:
+            lineage = self.lineage(row)
+        kept, segments = context.prefix_hasher or self._hashers.get(row), lineage.segments
         if kept is None or not kept.fits(self.hash_algorithm, self.page_size, named, segments):
             kept = context.prefix_hasher = PrefixHasher(self.hash_algorithm, self.page_size, *named, segments)
             if row is not None and context.prefix_hasher is not kept:
                 self._hashers[row] = kept
+        kept.named, kept.fitted = named, lineage
         return kept
+
+    def hasher_of_pages(self, row: int, context: SafeContext) -> PrefixHasher:
+        """Do the same as `hasher` for a row with pages. Raises the error of `refuse_renamed`."""
+        kept, named, lineage = context.prefix_hasher, context.named, self._lineages.get(row)
+        # In nearly all steps nothing has changed, and objects are compared instead of their contents.
+        if (
+            kept is not None
+            and kept.fitted is lineage is self.weights.now
+            and kept.named is named is self._named.get(row)
+        ):
+            return kept
+        self.refuse_renamed(row, context)
+        return self.hasher(row, context)
 
     def lineage(self, row: int | None) -> Lineage:
         """Returns the lineage of the row's pages. For a row without pages, and for None, it is that of new pages.
@@ -432,7 +452,7 @@ class Replica:
         if known is None or row is None:
             return now
         if known.switches != now.switches:
-            known = self._lineages[row] = self.weights.gone_on(known, self.rows.committed.item(row))
+            known = self._lineages[row] = self.weights.gone_on(known, self.rows.committed_of[row])
         return known
 
     def published_digests(self, row: int, context: SafeContext | None, first: int = 0, last: int = NEVER) -> Digests:
@@ -441,7 +461,7 @@ class Replica:
         If no table keeps the pages of all tokens, the digests are computed from the context. The result is empty if the
         context has dropped tokens of these columns after their pages were published.
         """
-        last = max(first, min(last, self.rows.committed.item(row)))
+        last = max(first, min(last, self.rows.committed_of[row]))
         if self.tables.keeps_prefix:
             return self.pool.index.digests_of(self.rows.pages(row)[first:last])
         return self.own_digests(row, context, first, last)
@@ -472,9 +492,9 @@ class Replica:
         self._hashers.pop(row, None)
         self._named.pop(row, None)
         self.counter.open.discard(row)
-        pages = self.tables.pages(row, self.rows.num_pages.item(row)).copy()
+        pages = self.tables.pages(row, self.rows.num_pages_of[row]).copy()
         if names is not None:
-            full = self.tables.pages(row, self.rows.committed.item(row))
+            full = self.tables.pages(row, self.rows.committed_of[row])
             self.tier.leave(row, full[self.pool.index.published[full]], names, self.kept.ends)
         self.leases.leave(row, self.tables.pages)
         if self.pool.versions is not None:
@@ -526,7 +546,7 @@ class Replica:
         """
         holders, writers = (np.zeros(self.pool.num_pages + 1, np.int64) for _ in range(2))
         for row in self.rows.row_of.values():
-            np.add.at(holders, self.tables.pages(row, self.rows.num_pages.item(row)), 1)
+            np.add.at(holders, self.tables.pages(row, self.rows.num_pages_of[row]), 1)
         holders += self.leases.holders()
         written = [pending.written for pending in self.imports.each]
         for pages in chain(written, self.tier.coming(), *self.pool.parked):
@@ -546,7 +566,7 @@ class Replica:
     def refuse_reservation(self, row: int, context: SafeContext, call: str) -> None:
         """Raise `KVCacheError` if the request's import is pending, or the request must not run from `start_idx`."""
         self.refuse_pending(row, call)
-        if self.rows.num_pages.item(row):  # a row without pages has no lease and no computed tokens
+        if self.rows.num_pages_of[row]:  # a row without pages has no lease and no computed tokens
             start = context.start_idx
             if self.leases.told.item(row) > start:
                 raise self.leases.rewrite(row, start)
@@ -569,8 +589,8 @@ class Replica:
         While the prompt runs, only tokens that were found in the cache, fetched or stepped can be computed. After the
         prompt, all tokens for which the row has pages can be computed.
         """
-        if start > self.rows.capacity.item(row):
-            raise self.counter.ahead(row, start, self.rows.capacity.item(row))
+        if start > self.rows.capacity_of[row]:
+            raise self.counter.ahead(row, start, self.rows.capacity_of[row])
         if row in self.counter.open:
             self.counter.refuse_ahead(row, start)
 
@@ -659,11 +679,11 @@ class Replica:
         if (kept := hasher.matches.get(tier)) is not None and kept[:3] == now:
             # A waiting request is looked up many times. The tiers have not changed since its last lookup.
             return None
-        if self.rows.num_pages.item(row):
+        if self.rows.num_pages_of[row]:
             # The row's pages may be replaced below, so the device must first run the copies from host memory to them.
             tier.arrive(np.array([row]))
         digests = hasher.digests(context.tokens, 0, last)
-        coming = self.fetch_prefix(digests, first, wait=self.rows.prompt.item(row) < 0)
+        coming = self.fetch_prefix(digests, first, wait=self.rows.prompt_of[row] < 0)
         wanted = tables.from_below(digests, tier.host_has, self.kept.ends(digests, row), first)
         if wanted.lacking.any():
             slots = tier.slots(wanted.every[wanted.lacking])

@@ -117,8 +117,6 @@ class RowStates(Kept):
         A request without a row needs a state page when it is claimed. A cached state that would be evicted to make room
         for this page does not count.
         """
-        if not run.num_columns:
-            return run
         digests = hasher.digests(context.tokens, run.first, run.end)
         if row is None:
             ends = self.pages.kept_after(digests, but=self.pages.pool.next_evicted())

@@ -78,9 +78,9 @@ class RowTables:
         self.ahead = [kept for kept in self.groups if kept.ahead]
         # Whether the first table keeps the pages of all tokens, under these tokens' digests. If so, no other table has
         # pages that it lacks.
-        self.keeps_prefix = self.groups[0].group.keeps_all and not self.groups[0].ahead
+        self.keeps_prefix = self.groups[0].keeps_all and not self.groups[0].ahead
         # Whether some tables have pages only for the chunk that runs.
-        self.in_chunks = not all(kept.group.keeps_all for kept in self.groups)
+        self.in_chunks = not all(kept.keeps_all for kept in self.groups)
         self.pool, self.rows, self._leases, self._caching = pool, rows, leases, caching
         self._page_size = rows.page_size
         # For each table, the value that is mixed into a digest, `[tables, 1, words]`.
@@ -97,7 +97,7 @@ class RowTables:
 
     def resumes_beyond(self, row: int | None, pages: int) -> bool:
         """Whether a lookup may find pages after the row's first `pages` pages. See `KeptPages.resumes_beyond`."""
-        return row is None or not pages or all(kept.resumes_beyond(row, pages) for kept in self.groups)
+        return row is None or all(kept.resumes_beyond(row, pages) for kept in self.groups)
 
     def run(self, first: int, digests: Digests) -> Found:
         """Returns the columns that `find` has to search, from `first` on, and their pages in the first table.
@@ -129,14 +129,15 @@ class RowTables:
         `digests` are the digests of pages `first` and later. The request has the earlier pages. For `ends`, see
         `resume`.
         """
-        digests = digests[: self.run(first, digests).num_columns]
+        run = self.run(first, digests)
+        digests = digests[: run.end - first]
         # Draft pages before the last good end are named by the digest of the page after it.
         end = first + (len(digests) if ends is None else last_end(ends[: len(digests)]))
-        found = self._seen_pages(first, end, digests)
+        found = self._seen_pages(first, end, digests, run)
         if not all(np.count_nonzero(pages) == pages.size for pages in found):
             there = self.pages_of(digests) != NO_PAGE
             end = first + resume(there, self.groups, self._page_size, first, ends)
-            found = self._seen_pages(first, end, digests)
+            found = self._seen_pages(first, end, digests, run)
         return Found(first, end, found, end)
 
     def every(self, digests: Digests) -> Digests:
@@ -164,7 +165,7 @@ class RowTables:
         absent[:, :first] = False
         there = ~absent | below(every, absent)
         end = resume(there, self.groups, self._page_size, 0, ends)
-        reach = resume(there, [kept for kept in self.groups if kept.group.keeps_all], self._page_size)
+        reach = resume(there, [kept for kept in self.groups if kept.keeps_all], self._page_size)
         needed, found = np.zeros_like(absent), list[Pages]()
         for kept in self.groups:
             columns = kept.seen_columns(end, first)
@@ -236,21 +237,25 @@ class RowTables:
         self, row: int | None, indices: ContextIndices, start: int, here: Found, spans: Sequence[ColumnSpan]
     ) -> Reservation:
         """Plan the reservation of a request that runs from token `start`, with the pages in `spans`."""
-        new = sum(kept.new(row, span) for kept, span in zip(self.groups, spans, strict=True))
+        new, taken, published = 0, 0, NEVER
+        for kept, span in zip(self.groups, spans, strict=True):
+            new += kept.new(row, span)
+            if span.found.size:
+                taken += self.pool.would_be_taken(span.found[span.found != NO_PAGE])
+            published = min(published, span.hole if here.slots.size else span.found_end)
         gone = freed = _NO_PAGES
-        if row is not None and (had := self.rows.num_pages.item(row)):
+        if row is not None and (had := self.rows.num_pages_of[row]):
             parts = [kept.leaving(row, span, had) for kept, span in zip(self.groups, spans, strict=True)]
             leaves, mine = np.concatenate(parts), self.rows.table[:, row, :had].T
             gone = mine[leaves.T]
             for table, first, last in self._for_readers(row, spans):
                 leaves[table, first:last] = False
             freed = mine[leaves.T]
-        taken = sum(self.pool.would_be_taken(span.found[span.found != NO_PAGE]) for span in spans)
         cost = new + taken - self.pool.would_be_freed(freed)
-        committed = min(span.hole for span in spans) if self._publishes(row) else 0
-        if row is not None and here.first > (own := self.rows.committed.item(row)):
+        committed = published if self._publishes(row) else 0
+        if row is not None and here.first > (own := self.rows.committed_of[row]):
             committed = own  # the row has computed pages that are not published yet
-        cached, active = start if here.num_columns else 0, chunk_end(indices, start)
+        cached, active = start if here.end > here.first else 0, chunk_end(indices, start)
         return Reservation(tuple(spans), gone, new, committed, cost, start, active, cached, here.reached, here.slots)
 
     def least(self, indices: ContextIndices, length: int, start: int) -> int:
@@ -268,7 +273,7 @@ class RowTables:
         tokens = np.where(active < known, active, length)
         pages = 0
         for kept in self.groups:
-            columns = -(-(tokens * 0 + length if kept.group.keeps_all else tokens) // size)
+            columns = -(-(tokens * 0 + length if kept.keeps_all else tokens) // size)
             pages += kept.num_tables * int(kept.num_kept(kept.seen(starts), columns).max())
         return pages
 
@@ -288,9 +293,10 @@ class RowTables:
             self._leases.replace(row, table, first, rows.table[table, row, first:last])
         for kept, span in each:
             kept.take(row, span)
-        for tell in pool.journal.left:
-            tell(np.full(len(plan.leaving), row), plan.leaving)
-        pool.release(plan.leaving)
+        if plan.leaving.size:
+            for tell in pool.journal.left:
+                tell(np.full(len(plan.leaving), row), plan.leaving)
+            pool.release(plan.leaving)
         new, restored = pool.allocate(plan.new), list[Pages]()
         for kept, span in each:
             pages, new = kept.fill(row, span, new)
@@ -430,7 +436,7 @@ class RowTables:
 
         Pages that are named by later pages are left out, because they are published later, or not at all.
         """
-        end = self.rows.committed.item(row)
+        end = self.rows.committed_of[row]
         named = [kept.table[:, row, :end].ravel() for kept in self.groups if not kept.ahead]
         mine = np.concatenate([_NO_PAGES, *named])
         return mine[mine != NO_PAGE]
@@ -515,7 +521,7 @@ class RowTables:
         leased = [at for at, row in enumerate(rows.tolist()) if row in of_row] if of_row else []
         found: list[tuple[Ints, Pages]] = []  # the pages to free, and the position of each page in the order of freeing
         for kept in self.groups:
-            if kept.group.keeps_all:
+            if kept.keeps_all:
                 continue
             before = kept.firsts[rows]
             now = kept.seen(block_rows.cached[rows])
@@ -553,22 +559,26 @@ class RowTables:
         Exported tables have named these pages. They leave the row because they fall out of a window, or because cached
         pages replace them.
         """
-        for kept, span in zip(self.groups, spans, strict=True):
+        for kept, span in zip(self.groups, spans, strict=True) if row in self._leases.of_row else ():
             for table in range(kept.tables.start, kept.tables.stop):
                 for first, end in self._leases.known(row, table):
                     yield table, kept.leave_from(max(kept.firsts.item(row), first)), min(span.first, end)
                     for begin, last in ranges_of(span.columns):
                         yield table, max(begin, first), min(last, end)
 
-    def _seen_pages(self, first: int, end: int, digests: Digests) -> tuple[Pages, ...]:
+    def _seen_pages(self, first: int, end: int, digests: Digests, run: Found | None = None) -> tuple[Pages, ...]:
         """Returns the published pages that a query at the first token of column `end` sees, one array for each group.
 
-        `digests` are the digests of the pages from column `first` on.
+        `digests` are the digests of the pages from column `first` on. `run`, if given, is the result of `run` for them.
         """
-        return tuple(
-            self._find_each(self._names(kept, digests, counted_from(first, kept.seen_columns(end, first))))
-            for kept in self.groups
-        )
+        found: list[Pages] = []
+        for kept in self.groups:
+            if run is not None and not found and self.keeps_prefix and kept.num_tables == 1:
+                found.append(run.pages[0].reshape(1, -1)[:, : end - first])
+            else:
+                seen = counted_from(first, kept.seen_columns(end, first))
+                found.append(self._find_each(self._names(kept, digests, seen)))
+        return tuple(found)
 
     def _names(self, kept: KeptPages, digests: Digests, at: ColumnSet = slice(None)) -> Digests:
         """Returns the names of the pages `at` in each table of a group, `[tables, pages, words]`."""

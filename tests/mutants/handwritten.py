@@ -30,7 +30,9 @@ HANDWRITTEN: tuple[Module, ...] = (
         "kvcache.replica.replica",
         [
             Mutation("Replica.find", "kept[:3] == (index.generation, first, last)", "kept[1:3] == (first, last)"),
-            Mutation("Replica.hasher", "self.lineage(row).segments", "self.lineage(None).segments"),
+            Mutation("Replica.hasher", "lineage = self.lineage(row)", "lineage = self.lineage(None)"),
+            Mutation("Replica.hasher_of_pages", "self.refuse_renamed(row, context)", "pass"),
+            Mutation("Replica.hasher_of_pages", "lineage is self.weights.now", "lineage"),
             Mutation("Replica.lineage", "known.switches != now.switches", "False"),
             Mutation("Replica.fork", "self._lineages[parent]", "self.weights.now"),
             Mutation("Replica.fork", "rows.stale[row] = rows.stale[parent]", "pass"),
@@ -89,7 +91,6 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replicas",
         [
-            Mutation("Replicas._hasher_of", "self.each[replica_idx].refuse_renamed(row, read)", "pass"),
             Mutation(
                 "Replicas.__init__", "[one for one in tiers if one is not None]", "[one for one in tiers[:1] if one]"
             ),

@@ -112,7 +112,7 @@ def test_a_request_runs_on_from_moved_pages_and_those_that_others_know_stay(mode
     manager.release("r")
     assert_nothing_held(manager)
     manager.external_claim("r")
-    assert not (pool.moves._runs | pool.moves._told)[rows.row_of["r"]], (
+    assert not (pool.moves._runs_now() | pool.moves._told)[rows.row_of["r"]], (
         "the request is new, so none of its pages was told to anyone"
     )
 
