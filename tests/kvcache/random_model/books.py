@@ -246,7 +246,7 @@ class Books:
                         # After an interrupt, two requests may share a page that no lookup finds any more. Forks may
                         # share a draft page until one of them has filled the next page.
                         alone = holders[page] == 1 or one.unsure or one.private or not replica.caching
-                        unnamed = column >= full - table.ahead
+                        unnamed = column >= full - table.ahead or (table.ahead > 0 and column in one.unnamed)
                         assert alone or (table.ahead and unnamed), (
                             f"{one.name}: page {page} is held by another request, too"
                         )

@@ -35,6 +35,11 @@ class Import:
     copier: ImportCopier | None = None
     is_taken: bool = False  # A copier has taken all of the import's pages.
 
+    @property
+    def told(self) -> int:
+        """The number of tokens that the source's tables cover so far. The source knows no later token."""
+        return self.pending.num_tokens
+
 
 class ImportMoves(Moves):
     """Imports from a second manager, which has computed the pages."""
@@ -246,8 +251,7 @@ class ImportMoves(Moves):
             places = self.places(mine, number, copy)
             for shard, blocks in enumerate(self.manager.device_tensors[at]):
                 part, group = (shard, number) if number else shard, self.books.tables[number].group
-                # The source does not know the token after its table.
-                values = torch.from_numpy(kv_of_group(one.tokens[: mine.table.num_tokens], one.named, part, group))
+                values = torch.from_numpy(kv_of_group(one.tokens[: mine.told], one.named, part, group))
                 for token, page in places.items():
                     blocks[page, :, :, token % PAGE_SIZE] = values[token]
 

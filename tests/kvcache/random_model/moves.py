@@ -460,6 +460,8 @@ class Moves:
             digest = self.names.digest_of[content(0, one.tokens, one.named, now // PAGE_SIZE - 1)]
             self.books.touch_state(one.replica, digest)
             self.state_hits += 1
+        if now > start and committed:
+            one.unnamed.add(committed - 1)
         self.cut(one, (start, now, active))
         self.seen["slid"] += sum(now > first for now, first in zip(plan.firsts, one.first, strict=True))
         self.seen["sinks apart"] += any(

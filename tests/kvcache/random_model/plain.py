@@ -157,6 +157,8 @@ class Request:
     prompt: int = -1
     # Draft layers compute the KV of the token before this one again, because they did not know this token. -1: none.
     again: int = -1
+    # Columns of draft pages that nobody will find: the page after them, which names them, came from the cache.
+    unnamed: set[int] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -233,12 +235,16 @@ class Replica:
         pages = {*self.there.values()}
         end = max((max(row, default=-1) + 1 for row in one.rows), default=0)
         absent = (
-            min((column + table.ahead for column, page in row.items() if page not in pages), default=end)
+            min((column + table.ahead for column in self.unfound(one, table, row, pages)), default=end)
             for table, row in zip(self.tables, one.rows, strict=True)
         )
-        # Draft pages alone do not say whether the page after the first unpublished one is full.
-        most = one.published if all(table.ahead for table in self.tables) else end
+        # Draft pages do not say whether the page after the first unpublished one is full, or came from the cache.
+        most = one.published if any(table.ahead for table in self.tables) else end
         return min(*absent, most)
+
+    def unfound(self, one: Request, table: Table, row: dict[int, int], pages: set[int]) -> list[int]:
+        passed = one.unnamed if table.ahead else set[int]()
+        return [column for column, page in row.items() if page not in pages and column not in passed]
 
     def resume(
         self,
