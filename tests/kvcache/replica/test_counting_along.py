@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -253,6 +254,46 @@ def test_a_count_that_differs_from_its_context_is_found(make: Any) -> None:
     with pytest.raises(InvariantError, match="place 0: start 13 is counted for TextContext"):
         manager.check()
     manager._replicas.rows.start_of[0] -= 1
+
+
+def test_a_list_of_one_looks_for_pages_before_each_chunk_although_it_has_pages_for_all(make: Any) -> None:
+    manager = make(64, page_size=4, rows=4)
+    prompt, other = (TextContext(range(40), 200, name) for name in ("a", "b"))
+    for context in (prompt, other):
+        manager.external_claim(context.request_id, 0)
+        assert manager.maybe_reserve(context)
+    prompt.set_token_indices(active_idx=8)
+    for context in (prompt, other):
+        manager.fetch([context])
+        context.update(7)
+        manager.step([context])
+    assert manager.reserve_batch([prompt]).all()
+    assert prompt.start_idx == 36
+
+
+def test_the_table_of_rows_that_are_not_consecutive_is_read_at_each_fetch(make: Any) -> None:
+    manager = make(64, page_size=4, rows=4, checks=False)
+    contexts = decoding(manager, [5, 5, 5])
+    apart = [contexts[0], contexts[2]]
+    one_step(manager, apart)
+    (before,) = manager.fetch(apart)
+    rows = manager._replicas.each[0].rows
+    row = rows.row_of[contexts[2].request_id]
+    rows.table[0, row, 0], kept = 9, int(rows.table[0, row, 0])
+    (after,) = manager.fetch(apart)
+    rows.table[0, row, 0] = kept
+    assert before.lookup_table[1, 0] == kept != 9
+    assert after.lookup_table[1, 0] == 9
+
+
+def test_a_released_context_is_not_kept(make: Any) -> None:
+    manager = make(64, page_size=4, rows=4)
+    (context,) = decoding(manager, [5])
+    one_step(manager, [context])
+    manager.release(context.request_id)
+    kept = weakref.ref(context)
+    del context
+    assert kept() is None
 
 
 def calls_of(step: Callable[[], object]) -> int:

@@ -18,10 +18,10 @@ from tests.kvcache.states.served_states import SHAPE
 
 
 class Rig:
-    """A request with three pages, in a manager whose pages the test moves."""
+    """Requests with three pages each, in a manager whose pages the test moves."""
 
-    def __init__(self) -> None:
-        self.manager: PagedKVCacheManager = manager_of(16, page_size=4, rows=1)
+    def __init__(self, rows: int = 1) -> None:
+        self.manager: PagedKVCacheManager = manager_of(16, page_size=4, rows=rows)
         self.replica: Replica = self.manager._replicas.each[0]
         self.copied: list[tuple[list[int], list[int]]] = []
         self.moves = ReplicaPageMoves(
@@ -70,6 +70,19 @@ def test_pages_can_be_moved_after_their_step_unless_readers_were_told_of_them() 
     rig.moves.fetched([row])
     rig.moves.stepped(np.array([row]))
     assert rig.staying("a") == [True] * 3
+
+
+def test_rows_that_were_fetched_twice_with_another_list_in_between_are_free_after_their_step() -> None:
+    rig = Rig(rows=2)
+    (_, first), (_, second) = rig.start("a"), rig.start("b", 100)
+    one, other = slice(first, first + 1), slice(second, second + 1)
+    for rows in (one, other, one):
+        rig.moves.fetched(rows)
+    rig.moves.stepped(one)
+    assert rig.staying("a") == [False] * 3
+    assert rig.staying("b") == [True] * 3
+    rig.moves.stepped(other)
+    assert rig.staying("b") == [False] * 3
 
 
 def test_leased_pages_cannot_be_moved_and_free_pages_do_not_count() -> None:
