@@ -17,7 +17,7 @@ from kvcache import (
     TextContext,
     UnknownRequestError,
 )
-from kvcache.layer_groups import layer_tables
+from kvcache.layer_groups import LayerGroup, layer_tables
 from kvcache.pool.pages import PagePool
 from kvcache.replica.block_table import BlockTable
 from kvcache.replica.leases import PageLease, PageLeases, granted_by
@@ -527,6 +527,22 @@ def test_leases_keep_the_pages_that_leave_their_row_if_a_table_has_named_them(na
     books.leases.replace(1, 1, 0, left)
     every = {column for first, end in named for column in range(first, end)}
     assert books.held_by(lease) == [*pages[kept].tolist(), *(left[at] for at in sorted(every - {2, 3, 4, 5}))]
+
+
+def test_a_named_page_that_falls_out_of_a_window_in_a_step_stays_with_the_lease(make: Any) -> None:
+    groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), window=4))
+    manager = make(24, page_size=4, layers=2, params={"groups": groups})
+    context = computed(manager, range(20), chunk=6)
+    lease = manager.lease("r")
+    _, named = manager.block_table("r").groups
+    assert len(named) == 2  # the query at token 6 sees tokens 3 to 6
+    run(manager, context, chunk=14)
+    replica = manager._replicas.each[0]
+    assert not replica.rows.table[1, replica.rows.row_of["r"], :4].any(), "the pages have left the row"
+    assert manager.num_leased_blocks == 2
+    before = manager.num_free_blocks
+    manager.end_lease(lease)
+    assert manager.num_free_blocks == before + 2
 
 
 def test_a_table_made_before_the_lease_is_kept_if_the_request_has_not_run_since() -> None:
