@@ -28,6 +28,7 @@ NAMES = (
     "memory",
     "recommend",
     "waiting",
+    "weights",
     "layer_groups",
     "growth",
     "overlap",

@@ -638,6 +638,25 @@ class PagedKVCacheManager(Uncopied):
         """The current version of the weights: 1 to 16 bytes, or None if none was given."""
         return self._replicas.rows.weights.version
 
+    @property
+    def num_blocks_by_weights(self) -> dict[bytes | None, int]:
+        """The number of cached pages on all replicas for each version that was current, the most recent one last.
+
+        Pages of several versions count for the one under which they were completed, and for none after their request
+        was released. The call visits all pages.
+        """
+        return self._replicas.pages_by_version()
+
+    def lineage(self, request_id: RequestID) -> tuple[tuple[int, int, bytes | None], ...]:
+        """Returns which of the request's computed tokens are of which version: `(first token, tokens, version)`.
+
+        A page during which the weights changed counts for the later version, and so do the tokens that were not in a
+        full page when they changed. The result is empty if nothing is computed.
+        """
+        self._mark.check_books("lineage")
+        replica, _, row = self._claims.locate(request_id, "lineage")
+        return replica.tokens_by_version(row)
+
     def set_weights(self, version: Version, running: Running = "finish") -> None:
         """Say that the model has other weights from now on, on all replicas at once.
 

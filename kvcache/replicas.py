@@ -319,6 +319,19 @@ class Replicas:
         for replica in self.each:
             replica.forget()
 
+    def pages_by_version(self) -> dict[bytes | None, int]:
+        """See `PagedKVCacheManager.num_blocks_by_weights`."""
+        numbers = self.rows.weights.numbers
+        counts = np.zeros(len(numbers) + 1, np.int64)
+        for replica in self.each:
+            versions, published = replica.pool.versions, replica.pool.index.published
+            if versions is None:
+                counts[0] += np.count_nonzero(published)
+            else:
+                of = versions.of[published]
+                counts += np.bincount(np.where(of < 0, len(numbers), of), minlength=len(counts))
+        return {version: int(counts[number]) for version, number in numbers.items()}
+
     def set_weights(self, version: Version, running: Running) -> None:
         """Name pages by another version of the weights from now on. See `PagedKVCacheManager.set_weights`."""
         weights = self.rows.weights

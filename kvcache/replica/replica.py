@@ -455,6 +455,20 @@ class Replica:
             known = self._lineages[row] = self.weights.gone_on(known, self.rows.committed_of[row])
         return known
 
+    def tokens_by_version(self, row: int) -> tuple[tuple[int, int, bytes | None], ...]:
+        """See `PagedKVCacheManager.lineage`."""
+        known, size = self._lineages.get(row, self.weights.now), self.page_size
+        if known.switches != self.weights.now.switches:  # the next page that it fills begins a new segment
+            known = self.weights.gone_on(known, self.rows.committed.item(row))
+        segments = known.segments
+        computed = max(self.rows.cached.item(row), self.rows.committed.item(row) * size)
+        ends = [*(min(computed, segment.first_page * size) for segment in segments[1:]), computed]
+        return tuple(
+            (segment.first_page * size, end - segment.first_page * size, segment.version)
+            for segment, end in zip(segments, ends, strict=True)
+            if end > segment.first_page * size
+        )
+
     def published_digests(self, row: int, context: SafeContext | None, first: int = 0, last: int = NEVER) -> Digests:
         """Returns the digests of the tokens in the row's published columns `first` to `last` (excluded).
 
@@ -612,7 +626,7 @@ class Replica:
         Raises `WeightsChangedError` if the request was stopped, and the errors of `refuse_pending` and of
         `Kept.check_free`.
         """
-        if not self.rows.stale[row]:
+        if not self.rows.stale.item(row):
             return False
         self._refuse_stopped(row, call)
         self.refuse_pending(row, call)

@@ -44,6 +44,7 @@ from benchmarks import (
     verify_price,
     vllm_serve,
     watch,
+    weights,
 )
 from benchmarks.frame import Row, table
 from benchmarks.peers import ours
@@ -172,6 +173,7 @@ RUNS: dict[str, Callable[[Patch, Path], list[Row]]] = {
     "pulls/figures": of_pulls_figures,
     "pulls/others": lambda *_: others.nixl([(64 << 10, 1)], as_ours=True),
     "scrape": lambda *_: scrape.rows(((2_000, 3),), 2),
+    "weights": lambda *_: weights.measure(1_200, 2, 2, 2, 2),
     "settings": lambda *_: [settings.measure(name, 2, "a list", 16) for name in settings.SETTINGS],
     "trace_replay": of_traces,
     "verify_price": lambda *_: [msgspec.to_builtins(price) for price in verify_price.measure(2, 2)],

@@ -90,6 +90,7 @@ def test_every_call_after_an_interrupted_one_names_it_and_recover() -> None:
         "get_req_blocks": lambda: manager.get_req_blocks("r"),
         "reset_prefix_cache": manager.reset_prefix_cache,
         "set_weights": lambda: manager.set_weights("a"),
+        "lineage": lambda: manager.lineage("r"),
         "flush_tiers": manager.flush_tiers,
         "check": manager.check,
         "contents.lease": lambda: manager.contents.lease("r", 0, manager.contents.digests(other), 4),

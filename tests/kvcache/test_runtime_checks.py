@@ -206,6 +206,7 @@ QUESTIONS: dict[str, Callable[[Rig], object]] = {
     "get_data_parallel_splits": lambda it: it.manager.get_data_parallel_splits([it.context]),
     "input_symbols": lambda it: it.manager.input_symbols(),
     "get_req_blocks": lambda it: it.manager.get_req_blocks("r"),
+    "lineage": lambda it: it.manager.lineage("r"),
     "check": lambda it: it.manager.check(),
     "recover": lambda it: it.manager.recover(),
     "contents.digests": lambda it: it.manager.contents.digests(it.context),

@@ -36,10 +36,12 @@ def made(version: Any = "a", **options: Any) -> PagedKVCacheManager:
     return manager_of(params=params, **options)
 
 
-def begun(manager: PagedKVCacheManager, tokens: Sequence[int], name: str | None = None) -> TextContext:
+def begun(
+    manager: PagedKVCacheManager, tokens: Sequence[int], name: str | None = None, replica: int | None = None
+) -> TextContext:
     """Returns a claimed request that has run its prompt."""
     context = TextContext(tokens, 200, name)
-    manager.external_claim(context.request_id)
+    manager.external_claim(context.request_id, replica)
     assert manager.maybe_reserve(context)
     step(manager, [context])
     return context
@@ -285,6 +287,42 @@ def test_a_recovered_manager_has_the_version(monkeypatch: pytest.MonkeyPatch) ->
     manager.close()
     with pytest.raises(ManagerClosedError):
         manager.set_weights("c")
+
+
+def test_a_request_says_which_tokens_are_of_which_version() -> None:
+    manager = made()
+    runs = begun(manager, PROMPT, "runs")
+    one, two = manager.weights, version_bytes("", "b")
+    assert manager.lineage("runs") == ((0, 22, one),)
+    manager.set_weights("b")
+    assert manager.lineage("runs") == ((0, 20, one), (20, 2, two)), "the page that was being filled is of both"
+    step(manager, [runs], 6)
+    assert manager.lineage("runs") == ((0, 20, one), (20, 8, two))
+    manager.set_weights("a", "recompute")
+    assert manager.maybe_reserve(runs)
+    assert manager.lineage("runs") == ((0, 20, one),), "its first pages are found again"
+    waits = TextContext(PROMPT, 200, "waits")
+    manager.external_claim("waits")
+    assert manager.lineage("waits") == ()
+    assert waits.start_idx == 0
+
+
+def test_pages_are_counted_by_version() -> None:
+    manager = made(dp=2)
+    one, two = manager.weights, version_bytes("", "b")
+    run_once(manager, PROMPT, 0)
+    assert manager.num_blocks_by_weights == {one: 5}
+    manager.set_weights("b")
+    run_once(manager, PROMPT, 1)
+    run_once(manager, [*range(50, 59)], 0)
+    assert manager.num_blocks_by_weights == {one: 5, two: 7}
+    manager.set_weights("a")
+    assert [*manager.num_blocks_by_weights.items()] == [(two, 7), (one, 5)], "the current version is the last one"
+    runs = begun(manager, PROMPT[:10], replica=0)
+    manager.set_weights("b")
+    step(manager, [runs], 4)
+    manager.release(runs.request_id)
+    assert manager.num_blocks_by_weights == {one: 5, two: 7}, "a page of both versions is nobody's"
 
 
 # ---- recompute and stop
