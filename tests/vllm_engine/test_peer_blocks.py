@@ -268,6 +268,18 @@ def test_a_source_that_dies_during_a_pull_costs_computed_tokens(make: Make, poli
     assert not sum(stats.get("failed_pulls", 0) for stats in reader.reported), "no request has failed"
 
 
+def test_a_lease_that_ends_during_a_pull_costs_computed_tokens(make: Make, tmp_path: Path) -> None:
+    source, reader = pair(make, policy="fail")
+    lend(source, reader)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    reload(source, tmp_path)  # the source ends its leases, because the weights have changed
+    run_until([source, reader], lambda: reader.finish_reason("r"))
+    assert reader.tokens("r") == expected_tokens(PROMPT, 3, reader.shape)
+    assert found(reader) == 0
+    assert not sum(stats.get("failed_pulls", 0) for stats in reader.reported), "no request has failed"
+    assert_empty(source, reader)
+
+
 def test_requests_with_the_same_prefix_share_one_pull(make: Make) -> None:
     source, reader = pair(make)
     for name in "abc":
@@ -376,7 +388,7 @@ def test_a_pull_writes_only_when_earlier_steps_have_returned(make: Make) -> None
     source, reader = pair(make)
     peers = reader.connector._scheduling._prefixes._peers
     reader.add("r", PROMPT, 3, {"kv_sources": [source_of(source)]})
-    peers.returned, returned = lambda _: None, peers.returned
+    peers.returned, returned = lambda _: returned(0), peers.returned  # steps return, but not the one with the marker
     run_until([source, reader], lambda: peers._pulls)
     for _ in range(50):
         source.step()
