@@ -337,7 +337,7 @@ def test_an_answer_says_where_its_kv_is_only_if_it_was_asked_to(make: Make) -> N
     engine = make("kv_both", Shape(extra=EXTRA))
     asked([engine], "a", PROMPT, [])
     assert engine.params("a") == {"kv_sources": [source_of(engine) | {"tokens": 96}]}
-    served([engine], "b", PROMPT, 3, None)
+    served([engine], "b", PROMPT, 3, {"do_remote_decode": False})
     assert not [output for output in engine.outputs if output.request_id == "b" and output.kv_transfer_params]
 
 
