@@ -20,7 +20,7 @@ Books = list[object]
 # The comparison leaves these attributes out, because calls may change them without changing the state: the clock,
 # cached answers with their generation, the last list of contexts, bounds of slabs' ages, and the tables of steps in
 # flight.
-_SKIPPED = {"_seen", "matches", "_credit", "_ages", "_ages_back", "_of_steps", "_listed"}
+_SKIPPED = {"_seen", "matches", "_credit", "_ages", "_ages_back", "_of_steps", "_listed", "_alone"}
 _PLAIN = {type(None), bool, int, float, str, bytes}
 _LEFT_OUT = (type, types.FunctionType, types.MethodType, TextContext, torch.Tensor)
 _SHORT = 256  # In bytes. A shorter array is listed with its bytes, a longer array with a hash of its bytes.
