@@ -176,7 +176,7 @@ class Claims:
         self._replicas[replica_idx].kept.finish_loads()
         place, context = self.leaving(request_id)
         if context is not None:
-            context.stop_counting()
+            context.leave()  # a batch that it follows has hashers of its pages of before
         self._free(request_id, place, context)
         return self.claim(request_id, replica_idx, place % self._rows_per_replica)
 

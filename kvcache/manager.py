@@ -651,7 +651,8 @@ class PagedKVCacheManager(Uncopied):
         """Returns which of the request's computed tokens are of which version: `(first token, tokens, version)`.
 
         A page during which the weights changed counts for the later version, and so do the tokens that were not in a
-        full page when they changed. The result is empty if nothing is computed.
+        full page when they changed. The same holds for an import that was not committed by then, and for pages from
+        lower tiers if `step` has not been called since they were found. The result is empty if nothing is computed.
         """
         self._mark.check_books("lineage")
         replica, _, row = self._claims.locate(request_id, "lineage")
@@ -674,8 +675,9 @@ class PagedKVCacheManager(Uncopied):
         - "stop": every later call for them that would run them raises `WeightsChangedError` until they are released.
 
         Pages of other versions are evicted first: those that are idle already are the oldest, and those that become
-        idle later go before them. KV events do not name versions. So a router that compares tokens itself counts pages
-        of before until they are evicted, and a request that it sends there computes its prompt.
+        idle later go before them. After a rollback, idle pages keep their places in this order. KV events do not name
+        versions. So a router that compares tokens itself counts pages of before until they are evicted, and a request
+        that it sends there computes its prompt.
 
         Steps in flight, leases and imports go on with the pages that they have. Leases keep these, whatever the request
         does. An import that is committed later counts as a request that ran before.

@@ -330,7 +330,9 @@ class Replicas:
             else:
                 of = versions.of[published]
                 counts += np.bincount(np.where(of < 0, len(numbers), of), minlength=len(counts))
-        return {version: int(counts[number]) for version, number in numbers.items()}
+        found = {version: int(counts[number]) for version, number in numbers.items()}
+        found[self.rows.weights.version] = found.pop(self.rows.weights.version)  # the most recent one comes last
+        return found
 
     def set_weights(self, version: Version, running: Running) -> None:
         """Name pages by another version of the weights from now on. See `PagedKVCacheManager.set_weights`."""
@@ -341,6 +343,7 @@ class Replicas:
         for replica in self.each if weights.now.switches else ():
             for pool in (replica.pool, *replica.kept.pools):
                 pool.set_version(weights.numbers[weights.version])
+            replica.begin_segments()
             if what:
                 replica.rows.mark_stale(what)
 

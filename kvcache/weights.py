@@ -70,7 +70,7 @@ class Weights:
     Attributes:
         now: the lineage of a request whose pages are all of the current version.
         before: the version before the last switch.
-        numbers: a number for each version that was current, the most recent one last. The first version has 0.
+        numbers: a number for each version that was current, in the order in which they came first, from 0.
 
     Examples:
         >>> weights = Weights("step 1")
@@ -98,7 +98,7 @@ class Weights:
         found = version_bytes("weights", version)
         if found != self.version:
             self.before = self.version
-            self.numbers[found] = self.numbers.pop(found, len(self.numbers))
+            self.numbers.setdefault(found, len(self.numbers))
             # One assignment, so that an interrupt finds either the old version or the new one.
             self.now = Lineage((Segment(0, found),), self.now.switches + 1)
 

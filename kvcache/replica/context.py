@@ -557,8 +557,8 @@ class ReadContext:
                 f"request {self.request_id!r}: set_token_indices({start}) left start_idx at {self.start_idx}"
             )
 
-    def stop_counting(self) -> None:
-        """Do nothing: only a `TextContext` counts along."""
+    def leave(self) -> None:
+        """Do nothing: only a `TextContext` counts along or follows a batch."""
 
     def reset(self) -> None:
         """Make every known token active, unless the context refuses. `maybe_reserve` moves `start_idx` in any case."""

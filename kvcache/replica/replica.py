@@ -455,6 +455,14 @@ class Replica:
             known = self._lineages[row] = self.weights.gone_on(known, self.rows.committed_of[row])
         return known
 
+    def begin_segments(self) -> None:
+        """Begin a new segment for every row that publishes no page: nothing tells later how far it had come by now."""
+        for row in self.rows.private if self.caching else self.rows.row_of.values():
+            known = self._lineages.get(row)
+            if known is not None and known.switches != self.weights.now.switches:
+                full = self.rows.cached.item(row) // self.page_size
+                self._lineages[row] = self.weights.gone_on(known, full)
+
     def tokens_by_version(self, row: int) -> tuple[tuple[int, int, bytes | None], ...]:
         """See `PagedKVCacheManager.lineage`."""
         known, size = self._lineages.get(row, self.weights.now), self.page_size
@@ -654,9 +662,10 @@ class Replica:
     def refuse_short(self, rows: Rows, lengths: Ints, call: str) -> None:
         """Raise `NotReservedError` unless each of `rows` has pages for its first `lengths` tokens."""
         room = self.rows.capacity[rows]
-        # A step may have begun before its requests became stale.
-        if call == "step" and not (self.imports.of_row or self.imports.to_give_back):
+        if call == "step":  # it may have begun before its requests became stale
             room = self.rows.room(rows)
+            barred = [*self.imports.of_row, *self.imports.to_give_back]
+            room[np.isin(as_rows(rows), barred)] = -1
         if not np.count_nonzero(lengths > room):  # for few rows, `count_nonzero` takes a fourth of the time of `any`
             return
         at = int(np.flatnonzero(lengths > room)[0])

@@ -26,6 +26,7 @@ from kvcache import (
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.weights import Lineage, Segment, Segments, Weights, last_name, version_bytes
 from tests.kvcache.build import manager_of, run_once
+from tests.kvcache.random_model.interrupts import interrupted
 from tests.kvcache.served import Served
 
 PROMPT = [*range(22)]  # five full pages of four tokens, and two tokens
@@ -307,6 +308,36 @@ def test_a_request_says_which_tokens_are_of_which_version() -> None:
     assert waits.start_idx == 0
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_request_that_publishes_nothing_says_it_too(caching: bool) -> None:
+    manager = made(caching=caching)
+    runs = begun(manager, PROMPT, "runs")
+    if caching:
+        manager.reset_prefix_cache()
+    one, two = manager.weights, version_bytes("", "b")
+    manager.set_weights("b")
+    step(manager, [runs], 6)
+    assert manager.lineage("runs") == ((0, 20, one), (20, 8, two))
+    manager.set_weights("b")
+    manager.set_weights("a")
+    step(manager, [runs], 4)
+    assert manager.lineage("runs") == ((0, 20, one), (20, 8, two), (28, 4, one))
+    assert found(manager, runs.tokens.tolist()) == 0
+
+
+def test_a_switch_that_is_interrupted_anywhere_and_made_again_keeps_the_numbers_of_versions_apart() -> None:
+    done, at = True, 0
+    while done:
+        at += 1
+        weights = Weights("a")
+        weights.switch("b")
+        weights.switch("c")
+        _, _, done = interrupted(lambda weights=weights: weights.switch("b"), at, KeyboardInterrupt)
+        weights.switch("b")
+        assert [weights.numbers[version_bytes("", version)] for version in "abc"] == [0, 1, 2], at
+    assert at > 20
+
+
 def test_pages_are_counted_by_version() -> None:
     manager = made(dp=2)
     one, two = manager.weights, version_bytes("", "b")
@@ -366,6 +397,42 @@ def test_maybe_reserve_recomputes_as_reserve_batch_does() -> None:
     manager.end_lease(lease)
     assert manager.maybe_reserve(runs)
     assert (runs.start_idx, runs.active_idx) == (0, 23)
+
+
+@pytest.mark.parametrize("running", ["recompute", "stop"])
+def test_a_step_that_began_before_a_switch_ends_while_an_import_is_open(running: Any) -> None:
+    source, manager = made(), made()
+    runs = TextContext(range(50, 60), 200, "runs")
+    manager.external_claim("runs")
+    assert manager.maybe_reserve(runs)
+    manager.fetch([runs])
+    pending, waits = imported(source, manager, begun(source, PROMPT))
+    manager.set_weights("b", running)
+    runs.update(7)
+    manager.step([runs])
+    assert manager.lineage("runs") == ((0, 10, manager.weights),)
+    with pytest.raises(NotReservedError, match="import is pending"):
+        manager.step([waits])
+    manager.cancel_import(pending)
+
+
+def test_a_batch_names_the_pages_of_a_request_that_begins_anew_where_it_was() -> None:
+    manager = made()
+    runs = TextContext(range(7), 200)
+    manager.external_claim(runs.request_id)
+    assert manager.maybe_reserve(runs)
+    batch = manager.batch([runs])
+    step(manager, batch)
+    assert manager.reserve_batch(batch).all()
+    manager.fetch(batch)
+    manager.set_weights("b", "recompute")
+    batch.update(np.array([7]))
+    manager.step(batch)  # it fills a page whose name nobody else knows
+    run_once(manager, [*range(7), 7, 7])
+    before = runs.start_idx
+    step(manager, batch, 5)
+    assert before == 8, "the hit ends where the request was, so that its context does not change"
+    assert found(manager, runs.tokens.tolist()) == 12
 
 
 def test_a_step_in_flight_ends_and_publishes_nothing_under_the_new_version() -> None:
@@ -505,6 +572,7 @@ def test_pages_that_nobody_waits_for_are_published_under_the_version_of_their_ta
     copier.take()
     reader.contents.commit_pages(pending, copier.prove())
     assert found(reader, PROMPT) == 0
+    assert [*reader.num_blocks_by_weights.values()] == [5, 0], "pages of before, which are evicted first"
     reader.set_weights("a")
     assert found(reader, PROMPT) == 20
 
