@@ -71,11 +71,12 @@ REFUSED: dict[str, Callable[[Closed], object]] = {
     "copier": lambda it: it.manager.copier(it.pending),  # type: ignore[arg-type]
     "get_data_parallel_splits": lambda it: it.manager.get_data_parallel_splits(it.contexts),
     "reset_prefix_cache": lambda it: it.manager.reset_prefix_cache(),
+    "set_weights": lambda it: it.manager.set_weights(1),
     "flush_tiers": lambda it: it.manager.flush_tiers(),
 }
 ANSWERED = {
     *("release", "end_lease", "cancel_import", "check", "recover", "close", "contains", "get_replica"),
-    *("get_req_blocks", "reset_metrics", "end_step"),
+    *("get_req_blocks", "lineage", "reset_metrics", "end_step"),
     # The results of these two calls depend only on arguments and shapes.
     *("increment_cache_lengths", "input_symbols"),
     *("estimated_memory_size", "infer_optimal_batch_size", "max_supported_sequence_length"),

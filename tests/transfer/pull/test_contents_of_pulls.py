@@ -97,5 +97,9 @@ class PairOverNixl(Pair):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_request_that_was_pulled_sees_only_its_own_kv(kind: str) -> None:
-    reached = PairOverNixl(kind, 0).run(200) + PairOverNixl(kind, 1).run(200)
-    assert reached["pulls"] > 0, reached
+    reached = PairOverNixl(kind, 0).run(200)
+    for seed in range(1, 12):  # engines with different weights refuse each other, so some seeds pull nothing
+        if seed > 1 and reached["pulls"] > 1:
+            break
+        reached += PairOverNixl(kind, seed).run(200)
+    assert reached["pulls"] > 1, reached
