@@ -134,6 +134,11 @@ class PeerBlocks:
         self._markers, self._returned = 0, 0
         self._computing: dict[str, tuple[Request, float, int]] = {}  # by request: when it began, after which token
 
+    @property
+    def is_pulling(self) -> bool:
+        """Whether blocks are held for a pull. Only the report of a step frees them."""
+        return bool(self._pulls)
+
     def begin(self, request: Request) -> None:
         """Takes the hints of a new request."""
         hints = deque(hint for hint in hints_of(request) if hint.contact[1] != self._connector.config.engine_id)
@@ -261,6 +266,10 @@ class PeerBlocks:
             return
         first, end = fetch.wanted.first_page, lent.table.num_tokens // self._blocks.page_size
         wanted = self._lease(fetch.wanted, lent.source, end)
+        if len(lent.table.digests) != (end - first) * self._blocks.hash_bytes:
+            self._connector.refuse(wanted, "it holds more pages than this engine asked for")
+            self._end(fetch, "failed")
+            return
         if (taken := self._blocks.take(first, end)) is None:
             self._connector.refuse(wanted, "too few blocks are free at the reader")
             self._end(fetch, "no_room")

@@ -39,6 +39,10 @@ class Prefixes(Protocol):
         """Called when the workers have registered their caches, with the settings that a peer must share."""
         ...
 
+    def see(self, request: Request) -> None:
+        """Called for each new request, wherever its KV comes from."""
+        ...
+
     def begin(self, request: Request) -> None:
         """Handles a new request that loads nothing under a lease."""
         ...
@@ -81,6 +85,9 @@ class NoPrefixes:
     pending = False
 
     def start(self, fingerprint: Mapping[str, str]) -> None:
+        """Does nothing."""
+
+    def see(self, request: Request) -> None:
         """Does nothing."""
 
     def begin(self, request: Request) -> None:
@@ -163,11 +170,15 @@ class PrefixExchange:
     @property
     def pending(self) -> bool:
         """See `Prefixes`."""
-        return self._lending.is_asked or bool(self._lending.num_leases)
+        is_pulling = self._peers is not None and self._peers.is_pulling
+        return is_pulling or self._lending.is_asked or bool(self._lending.num_leases)
+
+    def see(self, request: Request) -> None:
+        """See `Prefixes`."""
+        self._blocks.see(request)
 
     def begin(self, request: Request) -> None:
         """See `Prefixes`."""
-        self._blocks.see(request)
         if self._peers is not None:
             self._peers.begin(request)
 
@@ -198,6 +209,7 @@ class PrefixExchange:
     def changed_weights(self) -> None:
         """See `Prefixes`."""
         self._blocks.changed_weights()
+        self._lending.end_all("the weights have changed")
         if self._peers is not None:
             self._peers.forget("the weights have changed")
 

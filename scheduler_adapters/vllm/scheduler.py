@@ -147,6 +147,7 @@ class SchedulerSide:
         if request.abort_immediately:  # vLLM has rejected the request, or a request of another id has failed
             self._connector.give_back(params, "the request was rejected")
             return
+        self._prefixes.see(request)
         is_first = self._loads.join(request)
         if is_later_prompt(request_id) and isinstance(params, dict):
             logger.debug("request %r: only the first of several prompts in a request is handed over", request_id)
@@ -344,9 +345,9 @@ class SchedulerSide:
         self._prefixes.returned(metadata.marker)
         for rank, output in metadata.outputs:
             progress = self._connector.update(rank, output)
-            self._prefixes.update(progress)
-            if output.weights:
+            if output.weights:  # first, because the blocks of this report's leases and pulls may have the old weights
                 self._prefixes.changed_weights()
+            self._prefixes.update(progress)
             for request_id, (fence_at, over_at) in output.times.items():
                 # every rank reports these times, but the span of a request ends only once
                 if (span := self._spans.get(request_id)) is not None:

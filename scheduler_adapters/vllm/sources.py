@@ -97,8 +97,20 @@ def hints_of(request: Request) -> list[Hint]:
 
 
 def _ours(value: Any) -> Iterator[Hint]:
-    for source in msgspec.convert(value, list[KVSource]):
+    for one in msgspec.convert(value, list[Any])[:_MOST]:
+        source = _source(one)
         yield from (Hint((source.address, engine)) for engine in source.engines)
+
+
+def _source(value: Any) -> KVSource:
+    """Reads a source.
+
+    Raises:
+        ValueError: it is not one, or its names have no UTF-8 form, so no message can have them.
+    """
+    source = msgspec.convert(value, KVSource)
+    "".join((source.address, *source.engines)).encode()
+    return source
 
 
 def _llm_d(value: Any) -> Iterator[Hint]:
@@ -130,9 +142,9 @@ def next_sources(own: KVSource, given: Any) -> list[dict[str, Any]]:
     A source that cannot be read is left out.
     """
     found = [own]
-    for one in cast("list[Any]", given) if isinstance(given, list) else ():
-        with suppress(msgspec.ValidationError):
-            source = msgspec.convert(one, KVSource)
+    for one in cast("list[Any]", given)[:_MOST] if isinstance(given, list) else ():
+        with suppress(ValueError):  # a `msgspec.ValidationError` is one
+            source = _source(one)
             if source.engines != own.engines:
                 found.append(source)
     return [msgspec.to_builtins(source) for source in found[:_MOST_NAMED]]

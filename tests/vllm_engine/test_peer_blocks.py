@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
@@ -18,6 +20,7 @@ from tests.vllm_engine.engine import Engine, Shape, expected_tokens, make_reques
 from tests.vllm_engine.states import States
 from tests.vllm_engine.test_engine import PROMPT, assert_empty, served
 from tests.vllm_engine.test_weights import made, reload
+from transfer.pull import lending
 
 Make = Callable[..., Engine]
 EXTRA: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "ask_timeout": 5.0}
@@ -245,13 +248,13 @@ def test_no_more_blocks_than_allowed_are_lent(make: Make, share: float) -> None:
 def test_a_request_that_ends_while_it_waits_leaves_nothing_held(make: Make, when: str) -> None:
     source, reader = pair(make)
     peers = reader.connector._scheduling._prefixes._peers
-    lending = source.connector._scheduling._prefixes._lending
+    lender = source.connector._scheduling._prefixes._lending
     reader.add("r", PROMPT, 3, {"kv_sources": [source_of(source)]})
     reader.step()
-    moments = {"asked": lambda: True, "lent": lambda: lending.num_leases, "pulling": lambda: peers._pulls}
+    moments = {"asked": lambda: True, "lent": lambda: lender.num_leases, "pulling": lambda: peers._pulls}
     run_until([source, reader], moments[when])
     reader.abort("r")
-    run_until([source, reader], lambda: not (lending.num_leases or peers._pulls))
+    run_until([source, reader], lambda: not (lender.num_leases or peers._pulls))
     assert_empty(source, reader)
     assert asked([source, reader], "r2", PROMPT, [source_of(source)]) == expected_tokens(PROMPT, 3, reader.shape)
     assert_empty(source, reader)
@@ -399,4 +402,101 @@ def test_a_pull_writes_only_when_earlier_steps_have_returned(make: Make) -> None
     peers.returned = returned
     run_until([source, reader], lambda: reader.finish_reason("r"))
     assert found(reader) == 96
+    assert_empty(source, reader)
+
+
+@pytest.mark.parametrize("when", ["fenced", "pulling"])
+def test_an_engine_whose_only_request_has_ended_runs_until_its_pull_holds_no_blocks(make: Make, when: str) -> None:
+    """vLLM's loop runs a step only if there is work. Only the report of a step frees blocks."""
+    source, reader = pair(make)
+    peers = reader.connector._scheduling._prefixes._peers
+    reader.add("r", PROMPT, 3, {"kv_sources": [source_of(source)]})
+    run_until([source, reader], lambda: any(fetch.is_pulling or when == "fenced" for fetch in peers._pulls.values()))
+    reader.abort("r")
+    end = time.monotonic() + 20
+    while busy := [engine for engine in (source, reader) if engine.scheduler.has_requests()]:
+        assert time.monotonic() < end
+        for engine in busy:
+            engine.step()
+    assert reader.scheduler.reset_prefix_cache(), "vLLM resets only if no block is held"
+    assert source.scheduler.reset_prefix_cache()
+
+
+def with_adapter(engines: list[Engine], name: str, params: Any, adapter: LoRARequest, prompt: list[int]) -> None:
+    """Runs a request with an adapter on the last engine."""
+    engines[-1].scheduler.add_request(make_request(name, prompt, 1, 16, params, lora_request=adapter))
+    run_until(engines, lambda: engines[-1].finish_reason(name))
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_the_adapter_of_blocks_that_were_handed_over_is_known(make: Make, tmp_path: Path, changes: bool) -> None:
+    folder = made(tmp_path / "poet", b"one")
+    prefill, decode, reader = (make("kv_both", Shape(extra=EXTRA)) for _ in range(3))
+    if changes:
+        with_adapter([decode], "old", None, LoRARequest("poet", 1, str(folder)), [1, 2, 3])
+        (folder / "adapter_model.safetensors").write_bytes(b"two")
+    adapter = LoRARequest("poet", 2, str(folder))
+    with_adapter([prefill], "p", {"do_remote_decode": True, "do_remote_prefill": False}, adapter, PROMPT)
+    with_adapter([prefill, decode], "d", prefill.params("p"), adapter, PROMPT)
+    (folder / "adapter_model.safetensors").write_bytes(b"one")  # the reader's host has the old files
+    adapter = LoRARequest("poet", 3, str(folder))
+    asked([decode, reader], "r", PROMPT, [source_of(decode)], lora_request=adapter)
+    assert found(reader) == (0 if changes else 96)
+
+
+def test_a_lease_that_is_granted_by_the_first_step_with_new_weights_is_not_read(make: Make, tmp_path: Path) -> None:
+    source, reader = pair(make)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    reload(reader, tmp_path)
+    served([reader], "step", [1, 2, 3], 1, None)
+    assert reader.scheduler.reset_prefix_cache()
+    reader.add("r", PROMPT, 3, {"kv_sources": [source_of(source)]})
+    run_until([reader], lambda: source.connector._scheduling._prefixes._lending.is_asked)
+    reload(source, tmp_path)  # its cache is older
+    run_until([source, reader], lambda: reader.finish_reason("r"))
+    assert found(reader) == 0
+    assert_empty(source, reader)
+
+
+def test_a_pull_that_ends_in_the_first_step_with_new_weights_is_not_published(make: Make, tmp_path: Path) -> None:
+    source, reader = pair(make)
+    peers = reader.connector._scheduling._prefixes._peers
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    reader.add("r", PROMPT, 3, {"kv_sources": [source_of(source)]})
+    run_until([source, reader], lambda: any(fetch.is_pulling for fetch in peers._pulls.values()))
+    reader.step()
+    for _ in range(30):  # the workers read meanwhile
+        source.step()
+        time.sleep(0.01)
+    reload(reader, tmp_path)
+    run_until([source, reader], lambda: reader.finish_reason("r"))
+    assert found(reader) == 0
+    assert_empty(source, reader)
+
+
+def test_an_engine_id_that_no_message_can_have_is_left_out(make: Make) -> None:
+    reader = make("kv_both", Shape(extra=EXTRA))
+    sources = [{"address": "tcp://127.0.0.1:9", "engines": ["\ud800"]}]
+    assert asked([reader], "r", PROMPT, sources) == expected_tokens(PROMPT, 3, reader.shape)
+    assert reader.params("r")["kv_sources"] == [source_of(reader) | {"tokens": 96}]
+
+
+def test_a_source_that_claims_more_blocks_than_were_asked_for_is_not_read(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the key, and lies in both of its answers: to the query, and to the reader's workers."""
+    source, reader = pair(make, blocks=600)
+    seal, offers = lending.sealed_pages, source.connector._scheduling._connector._offers
+    blocks = (tuple(range(1, 193)),)
+    prompt = SimpleNamespace(digest=lambda _: b"", named=())
+
+    def lie(pages: Any, key: bytes) -> bytes:
+        for offer in offers.values():
+            offer.held = SimpleNamespace(num_tokens=192 * 16, block_ids=blocks, prompt=prompt)
+        # the digest of one byte makes 192 pages of the 192 bytes that were asked for
+        return seal(replace(pages, num_tokens=192 * 16, prompt_digest=pages.prompt_digest[-1:], block_ids=blocks), key)
+
+    monkeypatch.setattr(lending, "sealed_pages", lie)
+    assert asked([source, reader], "r", PROMPT, [source_of(source)]) == expected_tokens(PROMPT, 3, reader.shape)
+    assert found(reader) == 0
     assert_empty(source, reader)

@@ -142,6 +142,11 @@ class BlockLending:
             self._blocks.free(held)
         self._tell()
 
+    def end_all(self, reason: str) -> None:
+        """Ends all leases, also those that no rank has granted yet. `update` frees their blocks."""
+        for name in self._leases:
+            self._connector.abort(name, reason)
+
     def _tell(self) -> None:
         if self._lending.take_answers():
             self._connector.look_again()
