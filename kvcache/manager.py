@@ -675,9 +675,9 @@ class PagedKVCacheManager(Uncopied):
         - "stop": every later call for them that would run them raises `WeightsChangedError` until they are released.
 
         Pages of other versions are evicted first: those that are idle already are the oldest, and those that become
-        idle later go before them. After a rollback, idle pages keep their places in this order. KV events do not name
-        versions. So a router that compares tokens itself counts pages of before until they are evicted, and a request
-        that it sends there computes its prompt.
+        idle later go before them. Only pages above a tenant's quota are evicted even earlier. After a rollback, idle
+        pages keep their places in this order. KV events do not name versions. So a router that compares tokens itself
+        counts pages of before until they are evicted, and a request that it sends there computes its prompt.
 
         Steps in flight, leases and imports go on with the pages that they have. Leases keep these, whatever the request
         does. An import that is committed later counts as a request that ran before.

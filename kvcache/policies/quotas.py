@@ -9,7 +9,7 @@ its slab. In the records of quotas, the number of the slab's first page stands f
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -71,15 +71,16 @@ class TenantQuotas:
         self._owner[targets] = self._owner[sources]
         self._owner[sources] = _NOBODY
 
-    def append(self, pages: Pages | Indices, *, slabs: bool = False) -> None:
+    def append(self, pages: Pages | Indices, *, slabs: bool = False, old: bool = False) -> None:
         """Record that `pages` became idle. They are now the newest idle pages of their tenants.
 
-        With `slabs`, each of `pages` stands for a slab.
+        With `old`, they are the oldest ones. With `slabs`, each of `pages` stands for a slab.
         """
         owners = self._owner[pages]
         for owner in set(owners.tolist()) - {_NOBODY}:
             mine = pages[owners == owner]
-            self._orders[owner].append(mine)
+            order = self._orders[owner]
+            (order.append_old if old else order.append)(mine)
             if slabs:
                 self._is_slab[mine] = True
                 self._slabs[owner] += len(mine)
@@ -213,16 +214,16 @@ class QuotaOrder(OverOrder):
         self._quotas.own(self._named(pages), salt)
 
     def append(self, pages: Pages | Indices) -> None:
-        self._append(pages, self._order.append)
+        self._append(pages, old=False)
 
     def append_old(self, pages: Pages | Indices) -> None:
-        self._append(pages, self._order.append_old)
+        self._append(pages, old=True)
 
-    def _append(self, pages: Pages | Indices, append: Callable[[Pages | Indices], None]) -> None:
+    def _append(self, pages: Pages | Indices, *, old: bool) -> None:
         if not len(pages):
             return
-        self._quotas.append(self._named(pages), slabs=self._of_slabs)
-        append(pages)
+        self._quotas.append(self._named(pages), slabs=self._of_slabs, old=old)
+        (self._order.append_old if old else self._order.append)(pages)
         self.count = self._order.count
 
     def remove(self, pages: Pages | Indices) -> None:

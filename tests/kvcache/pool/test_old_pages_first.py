@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache import EvictionOrder, LruOrder, Retention
+from kvcache import EvictionOrder, LruOrder, Retention, TextContext
 from kvcache.policies.hinted_order import HintedOrder
 from kvcache.policies.over_order import CheckedOrder
 from kvcache.policies.quotas import QuotaOrder, TenantQuotas
@@ -80,6 +80,34 @@ def test_pages_of_before_that_are_used_last_still_go_first(params: dict[str, Any
     assert found(manager, [*range(100, 109)]) == 8
     manager.set_weights("a")
     assert found(manager, [*range(9)]) < 8
+
+
+def test_a_tenant_above_its_quota_loses_its_pages_of_before_first() -> None:
+    manager = made(pages=16, params={"tenant_quotas": {"t": 0.25}})
+    runs = TextContext([*range(9)], 200, cache_salt="t")
+    manager.external_claim(runs.request_id)
+    assert manager.maybe_reserve(runs)
+    step(manager, [runs])
+    manager.set_weights("b")
+    run_once(manager, [*range(100, 109)], cache_salt="t")
+    run_once(manager, [*range(200, 209)], cache_salt="t")
+    manager.release(runs.request_id)  # the tenant now has six idle pages, and may keep four
+    run_once(manager, [*range(300, 348)])
+    manager.check()
+    assert [*manager.num_blocks_by_weights.values()] == [0, 16]
+    assert manager.admission(TextContext([*range(100, 109)], 200, cache_salt="t")).cached_pages == 2
+
+
+@pytest.mark.parametrize("slabs", [False, True])
+def test_old_pages_of_a_tenant_are_its_oldest(*, slabs: bool) -> None:
+    quotas = TenantQuotas(MANY, share=0.0, shares={})
+    order = QuotaOrder(LruOrder(MANY), quotas, slab_pages=2 if slabs else 0)
+    order.own(np.arange(1, 9), "ada")
+    order.append(np.arange(1, 5))
+    order.append_old(np.array([5, 6]))
+    order.check()
+    assert order.pop(3).tolist() == [5, 6, 1]
+    assert order.due() == 2
 
 
 def test_hints_do_not_keep_pages_of_before() -> None:
