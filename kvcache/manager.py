@@ -672,6 +672,8 @@ class PagedKVCacheManager(Uncopied):
           from now on are found by nobody but their forks.
         - "recompute": their next `maybe_reserve` or `reserve_batch` gives their pages back, as a preemption does. They
           then run from the start, or from a hit of the current version. Until then, `fetch` raises `NotReservedError`.
+          If a lease keeps a request's recurrent state, and there is no room for another state, that call raises
+          `NoFreeStatePageError` and changes nothing.
         - "stop": every later call for them that would run them raises `WeightsChangedError` until they are released.
 
         Pages of other versions are evicted first: those that are idle already are the oldest, and those that become
