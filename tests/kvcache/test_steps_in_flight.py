@@ -315,7 +315,7 @@ def test_recover_keeps_the_pages_of_steps_in_flight_and_ends_the_one_that_was_in
 
 
 def test_recover_ends_a_step_whose_end_was_interrupted(make: Make) -> None:
-    for at in range(1, 400):
+    for at in range(1, 1200):
         manager = make(8, page_size=4, checks=False)
         step = manager.fetch_ahead([ran(manager, range(6))])
         manager.release("r")
