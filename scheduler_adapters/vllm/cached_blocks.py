@@ -59,6 +59,22 @@ class TakenBlocks(NamedTuple):
         return [[block.block_id for block in group] for group in self.blocks]
 
 
+class _Adapter(NamedTuple):
+    """What is known of an adapter's files and of the blocks that they have computed.
+
+    Attributes:
+        digest: of the files of its latest request.
+        used: the map of cached blocks when a request of it last came or ended.
+        stale: a map that may have blocks of other files; None if there is none.
+        running: the digest for each request that has not ended.
+    """
+
+    digest: str
+    used: Any
+    stale: Any
+    running: dict[str, str]
+
+
 class CachedBlocks:
     """The cached blocks of an engine.
 
@@ -76,8 +92,7 @@ class CachedBlocks:
         self._windows = [at for at, group in enumerate(groups) if group.window]
         # the map of cached blocks when the weights were changed; vLLM makes a new map when it resets its cache
         self._stale: Any = None
-        # by adapter: the digest of its files now, and the map of cached blocks when it has changed
-        self._adapters: dict[str, tuple[str, Any]] = {}
+        self._adapters: dict[str, _Adapter] = {}
 
     @property
     def page_size(self) -> int:
@@ -103,9 +118,21 @@ class CachedBlocks:
         """Records the adapter of a new request. Blocks that other files of the same name have computed are not lent."""
         if request.lora_request:
             name, digest = named_adapter(request.lora_request)
-            before = self._adapters.get(name)
-            if before is None or before[0] != digest:
-                self._adapters[name] = digest, None if before is None else self._pool.cached_block_hash_to_block
+            cached = self._pool.cached_block_hash_to_block
+            before = self._adapters.get(name) or _Adapter(digest, None, None, {})
+            # after a reset, only the requests that run on can bring blocks of other files: see `over`
+            is_mixed = before.digest != digest and before.used is cached
+            before.running[request.request_id] = digest
+            self._adapters[name] = _Adapter(digest, cached, cached if is_mixed else before.stale, before.running)
+
+    def over(self, request: Request) -> None:
+        """Records that a request has ended, so that it computes no more blocks."""
+        for name, adapter in self._adapters.items() if request.lora_request else ():
+            if (digest := adapter.running.pop(request.request_id, None)) is not None:
+                cached = self._pool.cached_block_hash_to_block
+                stale = adapter.stale if digest == adapter.digest else cached
+                self._adapters[name] = adapter._replace(used=cached, stale=stale)
+                return
 
     def changed_weights(self) -> None:
         """Records that the weights have changed. No block is lent until vLLM has reset its prefix cache."""
@@ -154,10 +181,12 @@ class CachedBlocks:
         elif self._stale is self._pool.cached_block_hash_to_block:
             fault = "its prefix cache was not reset after its weights had changed"
         for name, value in wanted.named:
-            digest, stale = self._adapters.get(name, ("", None))
-            if digest != value:
-                fault = f"{name}: {digest!r} at the source, {value!r} at the reader"
-            elif stale is self._pool.cached_block_hash_to_block:
+            adapter = self._adapters.get(name) or _Adapter("", None, None, {})
+            if adapter.digest != value:
+                fault = f"{name}: {adapter.digest!r} at the source, {value!r} at the reader"
+            elif any(digest != value for digest in adapter.running.values()):
+                fault = f"{name}: requests with other files have not ended"
+            elif adapter.stale is self._pool.cached_block_hash_to_block:
                 fault = f"{name}: its prefix cache was not reset after these files had changed"
         if fault:
             raise BlockTableMismatchError(f"the cached blocks cannot be lent: {fault}")

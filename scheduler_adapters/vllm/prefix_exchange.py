@@ -218,6 +218,7 @@ class PrefixExchange:
         if self._peers is not None:
             self._peers.measure()
             self._peers.drop(request.request_id)
+        self._blocks.over(request)
         pages = request.num_computed_tokens // self._blocks.page_size
         if not self._share or not pages:
             return None

@@ -500,3 +500,31 @@ def test_a_source_that_claims_more_blocks_than_were_asked_for_is_not_read(
     assert asked([source, reader], "r", PROMPT, [source_of(source)]) == expected_tokens(PROMPT, 3, reader.shape)
     assert found(reader) == 0
     assert_empty(source, reader)
+
+
+@pytest.mark.parametrize("when", ["none", "waits", "runs on", "ended"])
+def test_new_files_of_an_adapter_are_lent_after_a_reset(make: Make, tmp_path: Path, when: str) -> None:
+    """Unless a request that came before the reset may have computed blocks since."""
+    folder = made(tmp_path / "poet", b"one")
+    source, reader = (make("kv_both", Shape(extra=EXTRA)) for _ in range(2))
+    old = LoRARequest("poet", 1, str(folder))
+    with_adapter([source], "old", None, old, PROMPT)
+    if when != "none":
+        count = 300 if when == "runs on" else 1
+        source.scheduler.add_request(make_request("waits", [1, 2, 3], count, 16, None, lora_request=old))
+    assert source.scheduler.reset_prefix_cache()
+    if when == "ended":
+        run_until([source], lambda: source.finish_reason("waits"))
+    (folder / "adapter_model.safetensors").write_bytes(b"two")
+    new = LoRARequest("poet", 2, str(folder))
+    with_adapter([source], "new", None, new, PROMPT)
+    asked([source, reader], "r", PROMPT, [source_of(source)], lora_request=new)
+    assert found(reader) == (96 if when == "none" else 0)
+    assert bool(source.finish_reason("waits")) == (when in ("waits", "ended"))
+    run_until([source], lambda: when == "none" or source.finish_reason("waits"))
+    assert source.scheduler.reset_prefix_cache()
+    with_adapter([source], "newer", None, new, PROMPT[::-1])
+    time.sleep(1.1)  # a source that has refused is left alone for a second
+    before = found(reader)
+    asked([source, reader], "r2", PROMPT[::-1], [source_of(source)], lora_request=new)
+    assert found(reader) - before == 96
