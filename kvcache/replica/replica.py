@@ -72,6 +72,9 @@ class Replica:
         self._named: dict[int | None, tuple[str | None, ExtraKeys]] = {}
         # for each row with pages, the versions of the weights under which its pages were computed
         self._lineages: dict[int | None, Lineage] = {}
+        # For each row for which pages came from a lower tier, the column after its found pages. Until those from below
+        # have arrived, `committed` is lower, although the found pages after them have their names.
+        self._found: dict[int, int] = {}
         self.weights = rows.weights
         self.counter = PromptCounter(rows)
         self.tables = (OneTable if one else RowTables)(tables, pool, rows, self.leases, caching=self.caching)
@@ -191,6 +194,7 @@ class Replica:
         restored = self.tables.take(row, plan)
         if plan.slots.size:
             self.tier.restore(row, restored, plan.slots)
+            self._found[row] = plan.cached // self.page_size
         self._named[row] = context.named
         if row not in self._lineages:
             self._lineages[row] = self.weights.now
@@ -445,15 +449,19 @@ class Replica:
     def lineage(self, row: int | None) -> Lineage:
         """Returns the lineage of the row's pages. For a row without pages, and for None, it is that of new pages.
 
-        If the weights have changed since the last call for this row, a new segment begins after its published pages. So
-        it has begun before anything computed since then is named.
+        If the weights have changed since the last call for this row, a new segment begins after its published and found
+        pages. So it has begun before anything computed since then is named.
         """
         known, now = self._lineages.get(row), self.weights.now
         if known is None or row is None:
             return now
         if known.switches != now.switches:
-            known = self._lineages[row] = self.weights.gone_on(known, self.rows.committed_of[row])
+            known = self._lineages[row] = self.weights.gone_on(known, self._named_columns(row))
         return known
+
+    def _named_columns(self, row: int) -> int:
+        """Returns the number of the row's columns, from the first on, whose pages have their names."""
+        return max(self.rows.committed_of[row], self._found.get(row, 0))
 
     def begin_segments(self) -> None:
         """Begin a new segment for every row that publishes no page: nothing tells later how far it had come by now."""
@@ -467,7 +475,7 @@ class Replica:
         """See `PagedKVCacheManager.lineage`."""
         known, size = self._lineages.get(row, self.weights.now), self.page_size
         if known.switches != self.weights.now.switches:  # the next page that it fills begins a new segment
-            known = self.weights.gone_on(known, self.rows.committed.item(row))
+            known = self.weights.gone_on(known, self._named_columns(row))
         segments = known.segments
         computed = max(self.rows.cached.item(row), self.rows.committed.item(row) * size)
         ends = [*(min(computed, segment.first_page * size) for segment in segments[1:]), computed]
@@ -522,6 +530,7 @@ class Replica:
         if self.pool.versions is not None:
             self.pool.versions.of[self._own_pages(row)] = VersionNumbers.NO_VERSION
         self._lineages.pop(row, None)
+        self._found.pop(row, None)
         self.rows.unbind(row)
         self.pool.release(pages)
         self.kept.release(request_id)
@@ -553,7 +562,7 @@ class Replica:
         self.leases.leave_all(self.tables.pages)
         self.imports.leave_all()
         self.rows.clear()
-        for of_rows in (self._hashers, self._named, self._lineages, self.counter.open):
+        for of_rows in (self._hashers, self._named, self._lineages, self._found, self.counter.open):
             of_rows.clear()
         self.hints.clear()
         self.tier.restart()

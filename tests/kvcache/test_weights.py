@@ -23,6 +23,7 @@ from kvcache import (
     TextContext,
     WeightsChangedError,
 )
+from kvcache.pool.lru_order import LruOrder
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.weights import Lineage, Segment, Segments, Weights, last_name, version_bytes
 from tests.kvcache.build import manager_of, run_once
@@ -176,6 +177,39 @@ def test_every_tier_keeps_several_versions(tmp_path: Path) -> None:
 
 
 # ---- running requests
+
+
+class FrontFirst(LruOrder):
+    """Evicts the first page of a prompt first, so that the host has it and the device has the pages after it."""
+
+    def append(self, pages: Any) -> None:
+        super().append(pages[::-1])
+
+
+def test_pages_found_after_those_that_come_from_the_host_keep_their_names_at_a_switch() -> None:
+    params = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-3, "eviction_order": FrontFirst}
+    manager = made("a", pages=12, page_size=4, params=params)
+    manager.release(begun(manager, PROMPT).request_id)
+    manager.flush_tiers()
+    manager.release(begun(manager, range(100, 133)).request_id)  # nine pages: seven are fresh
+    context = TextContext(PROMPT, 200, "r")
+    manager.external_claim("r")
+    assert manager.maybe_reserve(context)
+    replica = manager._replicas.each[0]
+    assert context.start_idx == 20
+    assert replica.rows.committed.item(replica.rows.row_of["r"]) == 0, "the first two pages have not arrived yet"
+    manager.set_weights("b")
+    assert manager.lineage("r") == ()
+    step(manager, [context], 5)
+    manager.check()
+    of_a, of_b = (version_bytes("", name) for name in "ab")
+    assert manager.lineage("r") == ((0, 20, of_a), (20, 6, of_b))
+    manager.release("r")
+    assert found(manager, PROMPT) == 0
+    manager.set_weights("a")
+    assert found(manager, PROMPT) == 20
+    manager.check()
+    manager.close()
 
 
 def as_list(_manager: PagedKVCacheManager, context: TextContext) -> Sequence[TextContext]:
