@@ -48,7 +48,7 @@ class Forking:
         self.address, self.ranks, self.lease, self.words, self.pages, self.fences = found
 
     def told(self) -> Any:
-        assert self.pipe.poll(15), "the source has sent no message"
+        assert self.pipe.poll(60), "the source has sent no message"
         return self.pipe.recv()
 
     def fork(self) -> tuple[int, tuple[int, int, bool]]:
