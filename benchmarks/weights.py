@@ -113,7 +113,7 @@ class Bench:
 
     def admitted(self, repeats: int) -> Row:
         """Times `admission` of a prompt that was asked for before."""
-        context = TextContext(self.random.integers(0, 1 << 17, 256 * PAGE), self.longest)
+        context = TextContext(self.random.integers(0, 1 << 17, min(256 * PAGE, self.longest)), self.longest)
         return summary(samples(repeats, lambda: context, self.manager.admission))
 
 

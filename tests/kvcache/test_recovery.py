@@ -34,7 +34,7 @@ from kvcache.under_way import Call
 from tests.kvcache.build import as_long_as, manager_of, proven
 from tests.kvcache.contents_oracle import KINDS
 from tests.kvcache.events.mirror import Mirror
-from tests.kvcache.kv import KVTokens
+from tests.kvcache.kv import KVTokens, Run
 from tests.kvcache.random_model.interrupts import end_unknown, interrupted
 
 PAGE, PAGES = 4, 96
@@ -67,6 +67,8 @@ class Scene:
 
     def __init__(self, manager: PagedKVCacheManager, source: PagedKVCacheManager) -> None:
         self.manager, self.source, self.kv = manager, source, KVTokens(manager)
+        # for each request, the token after its last step: draft layers compute the KV before it again
+        self.ended: dict[str, int] = {}
         self.leases: list[PageLease] = []
         self.imports: list[PendingImport] = []
         self.copiers: list[ImportCopier] = []
@@ -93,8 +95,13 @@ class Scene:
         self.manager.external_claim(name, 0)
         return TextContext([*tokens], 64, name)
 
+    def compute(self, context: TextContext) -> None:
+        again = self.ended.get(context.request_id, -1)
+        self.kv.run([Run.of(self.manager, context)._replace(again=again)], self.manager.fetch([context]))
+        self.ended[context.request_id] = context.active_idx
+
     def run(self, context: TextContext) -> None:
-        self.kv.run_contexts([context], self.manager.fetch([context]))
+        self.compute(context)
         for states in self.manager.states[:1]:
             page = states.pages_at([context.request_id], [context.start_idx])
             states.advance(page, [context.active_idx])
@@ -167,7 +174,7 @@ def step(scene: Scene) -> Callable[[], object]:
     for _ in as_long_as(lambda: scene.running.end_idx % PAGE > 0):  # the next step fills a page
         scene.go_on(scene.running)
     assert scene.manager.maybe_reserve(scene.running)
-    scene.kv.run_contexts([scene.running], scene.manager.fetch([scene.running]))
+    scene.compute(scene.running)
     for states in scene.manager.states[:1]:
         states.advance(states.pages_at(["running"], [scene.running.start_idx]), [scene.running.active_idx])
     scene.running.update(7)
@@ -185,7 +192,7 @@ def duplicate(scene: Scene) -> Callable[[], object]:
             scene.run(context)
         if tokens == 6:
             scene.lease("second")
-    scene.kv.run_contexts(contexts[1:], scene.manager.fetch(contexts[1:]))
+    scene.compute(contexts[1])
     contexts[1].update(7)
     return lambda: scene.manager.step(contexts[1:])
 
@@ -295,6 +302,7 @@ def end(scene: Scene, report: Recovered) -> None:
     for lease in scene.leases:
         manager.end_lease(lease)
     manager.external_claim("running", 0)
+    scene.ended.clear()
     for _ in range(3):
         scene.go_on(scene.running)
     manager.release("running")
