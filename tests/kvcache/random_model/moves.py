@@ -274,6 +274,7 @@ class Moves:
             return False
         self.chunk(context)
         found = self.call("admission", lambda: self.manager.admission(context))
+        self.books.learn()  # copies that have ended were taken up, and the claim may evict a state among them
         full = len(self.books.replicas[found.replica_idx].requests) == ROWS
         one = None if full else self.comes(context, found.replica_idx)
         if one is None:
