@@ -117,7 +117,10 @@ class RowStates(Kept):
         A request without a row needs a state page when it is claimed. A cached state that would be evicted to make room
         for this page does not count.
         """
-        digests = hasher.digests(context.tokens, run.first, run.end)
+        end = run.end
+        if self._tables.ahead:  # a draft page is named by the digest of the page after it
+            end = min(end + 1, (context.end_idx - 1) // self._rows.page_size)
+        digests = hasher.digests(context.tokens, run.first, end)
         if row is None:
             ends = self.pages.kept_after(digests, but=self.pages.pool.next_evicted())
         else:

@@ -130,12 +130,12 @@ class RowTables:
         `resume`.
         """
         run = self.run(first, digests)
-        digests = digests[: run.end - first]
-        # Draft pages before the last good end are named by the digest of the page after it.
-        end = first + (len(digests) if ends is None else last_end(ends[: len(digests)]))
+        count = run.end - first
+        digests = digests[: count + len(self.ahead[:1])]  # a draft page is named by the digest of the page after it
+        end = first + (count if ends is None else last_end(ends[:count]))
         found = self._seen_pages(first, end, digests, run)
         if not all(np.count_nonzero(pages) == pages.size for pages in found):
-            there = self.pages_of(digests) != NO_PAGE
+            there = self.pages_of(digests)[:, :count] != NO_PAGE
             end = first + resume(there, self.groups, self._page_size, first, ends)
             found = self._seen_pages(first, end, digests, run)
         return Found(first, end, found, end)

@@ -32,6 +32,7 @@ from kvcache import (
     ImportProof,
     KVCacheError,
     LayerGroup,
+    NoFreeStatePageError,
     PageCopy,
     PagedKVCacheManager,
     PageLease,
@@ -43,6 +44,7 @@ from kvcache import (
     TextContext,
     WeightsChangedError,
 )
+from kvcache.pool.lru_order import LruOrder
 from kvcache.replica.row_states import StateImportPart
 from kvcache.types import RaggedKVCacheInputs
 from kvcache.weights import Running
@@ -166,6 +168,13 @@ def state_of(words: Chain, end: int) -> float:
     return float(int(words[end - 1]) & int(_LOW)) if end else 0.0
 
 
+class FrontFirst(LruOrder):
+    """Evicts the first pages of a prompt before the later ones: a hit then takes the first ones from a lower tier."""
+
+    def append(self, pages: NDArray[np.integer]) -> None:
+        super().append(pages[::-1])
+
+
 class Sizes(NamedTuple):
     """How large an engine's parts are, and whether it caches prefixes."""
 
@@ -206,6 +215,7 @@ class Engine:
         self.has_lower = sizes.files is not None or sizes.objects is not None
         self.importing: list[Request] = []  # requests that wait for an import
         self.version = 0  # the index in `VERSIONS` of the current weights
+        self.front_first = sizes.host > 0 and random.random() < 0.5
         self.manager = self._made()
         self.running: list[Request] = []
         self.waiting: list[Request] = []  # requests that were preempted
@@ -223,6 +233,8 @@ class Engine:
             below |= {"file_tier_key": "weights 0"}
         elif sizes.files is not None:
             below = {"file_tier_dir": sizes.files / self.name, "file_tier_key": "weights 0", "file_tier_max_gb": 0.01}
+        if self.front_first:
+            below["eviction_order"] = FrontFirst
         return manager_of(
             TOKENS // sizes.page,
             page_size=sizes.page,
@@ -338,9 +350,9 @@ class Engine:
 
     @property
     def free(self) -> list[Request]:
-        """The running requests that no step in flight runs."""
+        """The running requests that no step in flight runs, nor ran before they began anew."""
         busy = {run.request for flight in (self.planned, self.launched) if flight is not None for run in flight.runs}
-        return [one for one in self.running if one not in busy]
+        return [one for one in self.running if one not in busy and not one.context.has_future_token]
 
     def chosen(self) -> tuple[list[Request], Contexts]:
         """Return some requests that no step runs, as a list or as a `Batch` that lives for many steps."""
@@ -379,8 +391,6 @@ class Engine:
         if not self._reserved(requests, contexts):
             self.leave(self.random.choice(requests), again=True)
             return False
-        for one in requests:
-            one.found(self.version)
         if any(self._keeps_state(one) for one in requests):
             return False
         self.run(self.runs_of(requests), self.manager.fetch(contexts))
@@ -421,19 +431,31 @@ class Engine:
                 self.reached["refused until they are reserved"] += 1
             else:
                 raise WrongContentError(f"{one.name}: runs on with pages of before")
-        done = self.manager.reserve_batch(contexts)
+        try:
+            done = self.manager.reserve_batch(contexts)
+        except NoFreeStatePageError:  # a lease keeps the state of a request that must begin anew
+            self.reached["states kept by a lease"] += 1
+            return False
         for one in requests:
             if one.must == "recompute":
                 self._forget_in_flight(one)
                 one.claimed_with(self.weights)
                 self.reached["recomputed"] += 1
+        running = {run.request: run.active for run in self.launched.runs} if self.launched else {}
+        for one, has_pages in zip(requests, done, strict=True):
+            if has_pages:
+                if one.context.start_idx > running.get(one, one.context.start_idx):
+                    self._forget_in_flight(one)  # it goes on with pages that another request has computed meanwhile
+                    self.reached["found what a step computes"] += 1
+                one.found(self.version)
         return bool(done.all())
 
     def _forget_in_flight(self, request: Request) -> None:
         """Let the step that runs belong to a request of before, which has the pages of before."""
         if self.launched is None:
             return
-        before = Request(request.context, request.weights, request.chain, request.versions, drafted=request.drafted)
+        chain, versions = [*request.chain], [*request.versions]
+        before = Request(request.context, request.weights, chain, versions, drafted=request.drafted)
         runs = [run._replace(request=before) if run.request is request else run for run in self.launched.runs]
         self.launched = Flight(runs, self.launched.step)
 
@@ -466,7 +488,8 @@ class Engine:
     def _plan_ahead(self) -> None:
         """Plan a step of some requests. Those of the step that runs have a token that is not known yet."""
         able = [one for one in self.running if one.context.end_idx < 88 and one.context.active_length]
-        able = [one for one in able if one.must != "stop"]
+        running = [run.request for run in self.launched.runs] if self.launched else []
+        able = [one for one in able if one.must != "stop" and (one in running or not one.context.has_future_token)]
         if not able:
             return
         some = self.random.sample(able, self.random.randrange(1, len(able) + 1))
@@ -475,8 +498,6 @@ class Engine:
         contexts = [one.context for one in some]
         if not self._reserved(some, contexts):
             return
-        for one in some:
-            one.found(self.version)
         self.planned = Flight(self.runs_of(some), self.manager.fetch_ahead(contexts))
 
     def wait(self) -> None:
@@ -601,6 +622,9 @@ class Engine:
         """Load other weights. Running requests go on with their own pages, as an engine that finishes them does."""
         self.manager.reset_prefix_cache()
         self.weights += 1
+        for one in self.running:
+            if not self.manager.get_req_blocks(one.name):  # it begins anew in any case
+                one.claimed_with(self.weights)
         self.reached["resets"] += bool(self.running)
 
     def switch(self) -> None:

@@ -260,12 +260,16 @@ class Replica:
         if not self.caching or one.private:
             return first
         tokens, named = one.tokens, one.named
-        last = (len(tokens) - 1) // PAGE_SIZE
-        if self.tables[0].is_prefix:  # A hit ends where this table's pages end, and with drafts a page earlier.
+        last = known = (len(tokens) - 1) // PAGE_SIZE
+        if self.tables[0].is_prefix:  # A hit ends where this table's pages end.
             lacking = (column for column in range(first, last) if not has(column, self.content_of(one, 0, column)))
             last = next(lacking, last)
         found = [
-            {column for column in range(first, last - of.ahead) if has(column, self.content_of(one, of.number, column))}
+            {
+                column
+                for column in range(first, min(last, known - of.ahead))
+                if has(column, self.content_of(one, of.number, column))
+            }
             for of in self.tables
         ]
         for end in range(last, first, -1):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kvcache import (
     BlockTableMismatchError,
@@ -27,6 +28,7 @@ from kvcache import (
 )
 from kvcache.events.wire import spec_of
 from kvcache.layer_groups import layer_tables
+from kvcache.pool.lru_order import LruOrder
 from kvcache.replica.kept_pages import KeptPages, ranges_of
 from kvcache.replica.kinds import KINDS, kept_pages
 from kvcache.replica.rows import AllRows, BlockRows, as_rows
@@ -392,6 +394,44 @@ def test_a_state_in_the_middle_of_a_cached_prefix_is_resumed_from_beside_draft_l
     with manager.claim(second):
         assert manager.maybe_reserve(second)
         assert second.start_idx == 8 * next_page
+
+
+class SecondFirst(LruOrder):
+    """Evicts page 2 before all others. The first request's main layers have it for the second page of its tokens."""
+
+    def append(self, pages: NDArray[np.integer]) -> None:
+        super().append(pages[np.argsort(pages != 2, kind="stable")])
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_a_draft_page_is_found_after_the_page_that_names_it_is_evicted(*, states: bool) -> None:
+    """The digest of the evicted page is known from the tokens, so the hit has the page before it."""
+    groups = LayerGroup("full", (0,)), DraftGroup((1,))
+    shape = StateShape(1, 1, 1, 1, 1, 2, torch.float32, torch.float32)
+    params: dict[str, object] = {"groups": groups, "eviction_order": SecondFirst}
+    params |= {"states": shape, "state_copies": 4, "state_every_pages": 1} if states else {}
+    manager = manager_of(8 + 4 * states, layers=2, params=params)  # 8 token pages
+    published: list[int] = []
+
+    def ran(name: str, first_token: int, length: int) -> int:
+        one = TextContext([first_token, *range(1, length)], 64, name)
+        with manager.claim(one):
+            found = -1
+            while one.start_idx < length:
+                assert manager.maybe_reserve(one)
+                found = one.start_idx if found < 0 else found
+                manager.fetch([one])
+                for of_rows in manager.states:
+                    of_rows.advance(of_rows.pages_at([name], [one.start_idx]), [one.active_idx])
+                one.update(1)
+                manager.step([one])
+        published.append(int(np.count_nonzero(manager._replicas.each[0].pool.index.published)))
+        return found
+
+    assert ran("first", 0, 9) == 0
+    assert ran("other", 50, 9) == 0  # its six pages of eight evict one of the three that are published
+    assert published == [3, 2 + 3]
+    assert ran("again", 0, 9) == 4
 
 
 def test_a_hint_for_tokens_after_the_published_pages_keeps_the_sinks_that_are_there() -> None:
