@@ -156,12 +156,13 @@ def own_keys(segments: Segments, page_size: int) -> tuple[tuple[int, bytes], ...
     )
 
 
-def last_name(segments: Segments) -> bytes:
-    """Returns the name of the last segment: its version and its mark; empty if no version was given.
+def last_name(segments: Segments, page: int | None = None) -> bytes:
+    """Returns the name of the segment of `page`, or of the last segment: its version and its mark.
 
-    It tells the weights of tokens that no digest covers.
+    The name is empty if no version was given. It tells the weights of tokens that no digest covers.
     """
-    return (segments[-1].version or b"") + segments[-1].mark
+    segment = segments[-1] if page is None else [one for one in segments if one.first_page <= page][-1]
+    return (segment.version or b"") + segment.mark
 
 
 def named_version(name: bytes | None) -> str:

@@ -51,8 +51,9 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     # (`manager.lease`). A reader compares the seal with the one that it expects (`transfer.pull.seals`), and so sees
     # that the lease holds the pages of this table.
     seals: tuple[bytes, ...] = ()
-    # Names the weights under which the tokens of a partly filled last page, or of a table without digests, were
-    # computed; empty if their version was not given. Digests tell the version of all other pages.
+    # Names the weights under which the last tokens were computed, so that a reader of another version can say so. It is
+    # empty if their version was not given, or if the pages were asked for by digest. Digests tell the version of every
+    # full page.
     weights: bytes = b""
 
     def follows(self, before: "BlockTable | None") -> bool:

@@ -76,7 +76,7 @@ def export_table(
         hash_algorithm=replica.hash_algorithm if replica.caching else "",
         digests=digests.tobytes() if replica.caching else b"",
         first_page=first,
-        weights=last_name(replica.lineage(row).segments) if num_tokens % size or not replica.caching else b"",
+        weights=last_name(replica.lineage(row).segments, max(0, num_tokens - 1) // size),
     )
     return replica.leases.sealed(row, table)
 
@@ -115,16 +115,17 @@ def check_table(
             f"{pages - 1}",
         )
     _check_pages(replica, context, table, last=last)
-    hasher = _check_digests(replica, context, table, hasher)
-    # A request of the import's version, or of the current one if the import begins now, must own the last tokens.
+    # A request of the import's version, or of the current one if the import begins now, must own the last tokens. A
+    # table of full pages, which was lent by their digests, need not name the version.
     segments = replica.lineage(None).segments if hasher is None else hasher.segments
-    told = table.num_tokens % table.page_size or not table.hash_algorithm
+    told = table.weights or table.num_tokens % table.page_size or not table.hash_algorithm
     if told and table.weights != last_name(segments):
         raise _mismatch(
             context,
             f"has tokens of the weights {named_version(table.weights)}, but this request runs under "
             f"{named_version(segments[-1].version)}",
         )
+    hasher = _check_digests(replica, context, table, hasher)
     if not last and table.num_tokens % table.page_size:
         raise _mismatch(
             context,

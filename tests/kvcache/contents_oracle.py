@@ -14,7 +14,7 @@ without reading the random model (`random_model`), so that the two do not share 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -627,9 +627,9 @@ class Engine:
                 one.claimed_with(self.weights)
         self.reached["resets"] += bool(self.running)
 
-    def switch(self) -> None:
+    def switch(self, version: int | None = None) -> None:
         """Set other weights, or those of before again, whatever is in flight."""
-        before, self.version = self.version, self.random.randrange(len(VERSIONS))
+        before, self.version = self.version, self.random.randrange(len(VERSIONS)) if version is None else version
         running = self.random.choice(RUNNING)
         self.manager.set_weights(VERSIONS[self.version], running)
         for one in [*self.running, *self.importing] if self.version != before else ():
@@ -782,6 +782,10 @@ class Pair:
         table = source.manager.block_table(request.name, full_pages=self.random.random() < 0.5)
         return HandOver(source, reader, request, table)
 
+    def further_moves(self) -> list[tuple[float, Callable[[], object]]]:
+        """Return the moves of a kind of pair, each with its weight."""
+        return []
+
     def end_hand_over(self) -> None:
         if self.open:
             self.open.pop(self.random.randrange(len(self.open))).finish()
@@ -818,6 +822,7 @@ class Pair:
             moves.append((0.5, engine.restart))
         if not leases:
             moves.append((1, engine.end_lease))
+        moves += self.further_moves()
         weights, calls = zip(*moves, strict=True)
         self.random.choices(calls, weights)[0]()
 

@@ -25,7 +25,7 @@ from kvcache import (
 )
 from kvcache.pool.lru_order import LruOrder
 from kvcache.replica.hashing import PrefixHasher
-from kvcache.weights import Lineage, Segment, Segments, Weights, last_name, version_bytes
+from kvcache.weights import Lineage, Segment, Segments, Weights, last_name, named_version, version_bytes
 from tests.kvcache.build import manager_of, run_once
 from tests.kvcache.random_model.interrupts import interrupted
 from tests.kvcache.served import Served
@@ -558,10 +558,13 @@ def committed(reader: PagedKVCacheManager, pending: Any, waits: TextContext) -> 
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_table_of_other_weights_is_refused(caching: bool) -> None:
-    source, reader = made("a", caching=caching), made("b")
+    source, reader = made("a", caching=caching), made("b", caching=caching)
     runs = begun(source, PROMPT)
-    with pytest.raises(BlockTableMismatchError, match="weights"):
-        imported(source, reader, runs)
+    a, b = (named_version(version_bytes("", version)) for version in "ab")
+    said = f"request '.*': the block table has tokens of the weights {a}, but this request runs under {b}"
+    for how in ({}, {"full_pages": True}):  # also where the digests of full pages would tell it
+        with pytest.raises(BlockTableMismatchError, match=said):
+            imported(source, reader, runs, **how)
     source.set_weights("b")
     step(source, [runs])
     with pytest.raises(BlockTableMismatchError, match="weights"):
@@ -646,7 +649,7 @@ def goes_on_unmarked(weights: Weights, lineage: Lineage, _committed: int) -> Lin
     return Lineage(lineage.segments, weights.now.switches)
 
 
-def tells_nothing(_segments: Segments) -> bytes:
+def tells_nothing(_segments: Segments, _page: int | None = None) -> bytes:
     return b""
 
 

@@ -29,10 +29,10 @@ def new_table_key() -> bytes:
 class TableSeals:
     """Makes and compares the seals of one engine's block tables.
 
-    A seal covers the lease and the fields of the table that say where tokens lie: the page ids of all groups, the
-    tokens, the page size and the last digest. The last digest suffices, because each digest covers every token before
-    it, and a reader compares all digests with its own tokens. The seal does not cover fields without effect, or fields
-    that must equal the reader's own (`kinds`).
+    A seal covers the lease and the fields of the table that say where which tokens lie: the page ids of all groups, the
+    tokens, the page size, the version of the weights and the last digest. The last digest suffices, because each digest
+    covers every token before it, and a reader compares all digests with its own tokens. The seal does not cover fields
+    without effect, or fields that must equal the reader's own (`kinds`).
     """
 
     def __init__(self, key: bytes) -> None:
@@ -55,6 +55,7 @@ class TableSeals:
                     table.first_page,
                     table.hash_algorithm,
                     table.digests[-_SEAL_BYTES:],
+                    table.weights,
                 )
             )
         )
