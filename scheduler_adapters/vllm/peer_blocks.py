@@ -6,7 +6,8 @@ Whatever fails, the blocks are given up, and vLLM computes the prompt. No failur
 `kv_load_failure_policy` does not apply.
 
     new ──ask──► asking ──lent──► fenced ──► pulling ──► over: the request runs
-                    └── no source has more, or none answers in time ──► over
+         ask again ◄─┴── refused ◄─────────────┴── failed
+                     └── no source is left, or the time is over ──► over
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvcache.replica.block_table import PageDigests
@@ -43,6 +44,8 @@ _PULL_S = 5.0  # in seconds: the longest time that a request waits for a pull
 # In seconds: for how long a source that did not answer is not asked again. The time doubles with each failure.
 _PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 _MOST_PAUSED = 4096
+# How many queries to one source may wait for its answer. A source refuses more of one reader.
+_MOST_ASKED = 32
 _DROPPED = "its request has ended"
 
 
@@ -57,7 +60,9 @@ class _BlockFetch:
         wanted: the pages that are asked for.
         named: as in a `Prompt`.
         since: when the first source was asked; 0 before.
-        until: when the request no longer waits.
+        ask_s: how long its sources may take to answer, in seconds.
+        until: when the request no longer waits, unless its next source answers.
+        last: when the request no longer waits.
         lent: the source whose blocks are pulled, and the prompt's pages that it has lent.
         taken: the blocks that the pull fills.
         marker: the step that must have returned before the pull may write to them.
@@ -70,7 +75,9 @@ class _BlockFetch:
     wanted: PageDigests | None = None
     named: tuple[tuple[str, str], ...] = ()
     since: float = 0.0
+    ask_s: float = 0.0
     until: float = 0.0
+    last: float = 0.0
     lent: Wanted | None = None
     taken: TakenBlocks | None = None
     marker: int = 0
@@ -135,9 +142,13 @@ class PeerBlocks:
         self._computing: dict[str, tuple[Request, float, int]] = {}  # by request: when it began, after which token
 
     @property
-    def is_pulling(self) -> bool:
-        """Whether blocks are held for a pull. Only the report of a step frees them."""
-        return bool(self._pulls)
+    def is_busy(self) -> bool:
+        """Whether steps must run although no request does.
+
+        Only the report of a step frees the blocks of a pull. A source that is still asked may lend blocks, which only a
+        step gives back.
+        """
+        return bool(self._pulls) or self._asks.is_asking
 
     def begin(self, request: Request) -> None:
         """Takes the hints of a new request."""
@@ -189,7 +200,7 @@ class PeerBlocks:
             self._failed.add(key)
             fetch, reason = self._pulls[key], progress.failed.pop(key)
             logger.info("request %r: %s", fetch.request.request_id, reason)
-            self._end(fetch, "failed")
+            self._go_on(fetch)
         for key in progress.received & self._pulls.keys():
             progress.received.remove(key)
             is_good = key not in self._failed and not progress.unwritten.pop(key, None)
@@ -238,20 +249,46 @@ class PeerBlocks:
             self._end(fetch, "computed" if pages else "stale")
             return
         takes_s = self.estimate.compute.seconds(pages * size, first * size) or 0.0
-        fetch.until = fetch.since + max(self._ask_s, _PATIENCE * takes_s)
+        fetch.ask_s = max(self._ask_s, _PATIENCE * takes_s)
+        fetch.until = fetch.since + fetch.ask_s
+        fetch.last = fetch.until + _PULL_S
         adapter = (named_adapter(request.lora_request),) if request.lora_request else ()
         fetch.wanted = PageDigests(size, self._blocks.hashed_by, b"".join(hashes[:pages]), first, adapter)
         self._ask(fetch)
 
     def _ask(self, fetch: _BlockFetch) -> None:
-        """Asks the next source. All sources of a request share its time."""
-        left = fetch.until - self._clock()
+        """Asks the next source that is not too busy. All sources of a request share its time."""
+        left, is_busy = fetch.until - self._clock(), False
+        while fetch.hints and self._asked(fetch.hints[0].contact) >= _MOST_ASKED:
+            fetch.hints.popleft()
+            is_busy = True
         if not fetch.hints or fetch.wanted is None or left <= 0:
-            self._end(fetch, "stale")
+            self._end(fetch, "busy" if is_busy else "stale")
             return
         fetch.key = f"{fetch.request.request_id}?{next(self._serial)}"
         self._asking[fetch.key] = fetch
         self._asks.ask(0, fetch.key, fetch.hints[0].contact, fetch.wanted, left / len(fetch.hints))
+
+    def _asked(self, contact: Contact) -> int:
+        return sum(one.hints[0].contact == contact for one in self._asking.values())
+
+    def _go_on(self, fetch: _BlockFetch) -> None:
+        """Asks the next source after one whose blocks could not be pulled. Without one, the request runs.
+
+        The failed pull keeps the blocks that it may still write to, so the next one gets others.
+        """
+        request, now = fetch.request, self._clock()
+        if self._waiting.get(request.request_id) is not fetch:
+            return
+        self._paused.failed(fetch.hints[0].contact)
+        hints, until = deque(list(fetch.hints)[1:]), min(now + fetch.ask_s, fetch.last)
+        if not hints:
+            self._end(fetch, "failed")
+            return
+        again = replace(fetch, hints=hints, since=now, until=until, lent=None, taken=None, marker=0, is_pulling=False)
+        self._waiting[request.request_id] = again
+        self._leaders.update({one: again for one, leader in self._leaders.items() if leader is fetch})
+        self._ask(again)
 
     def _on_lent(self, fetch: _BlockFetch, lent: Lent) -> None:
         contact = fetch.hints[0].contact
@@ -268,7 +305,7 @@ class PeerBlocks:
         wanted = self._lease(fetch.wanted, lent.source, end)
         if len(lent.table.digests) != (end - first) * self._blocks.hash_bytes:
             self._connector.refuse(wanted, "it holds more pages than this engine asked for")
-            self._end(fetch, "failed")
+            self._go_on(fetch)
             return
         if (taken := self._blocks.take(first, end)) is None:
             self._connector.refuse(wanted, "too few blocks are free at the reader")
@@ -276,7 +313,7 @@ class PeerBlocks:
             return
         self._markers += 1
         fetch.lent, fetch.taken, fetch.marker = wanted, taken, self._markers
-        fetch.until = self._clock() + _PULL_S
+        fetch.until = min(self._clock() + _PULL_S, fetch.last)
         self._pulls[fetch.key] = fetch
         self._connector.hold(fetch.key, wanted)
 
@@ -297,8 +334,8 @@ class PeerBlocks:
             self._connector.load(fetch.key, lent, taken.block_ids, lent.num_tokens, first, first_blocks=taken.firsts)
         except TransferError as error:
             logger.info("request %r: %s", fetch.request.request_id, error)
-            self._end(fetch, "failed")
             self._cancel(fetch.key, str(error))
+            self._go_on(fetch)
 
     def _on_pulled(self, fetch: _BlockFetch, *, is_good: bool) -> None:
         taken, lent, wanted = fetch.taken, fetch.lent, fetch.wanted
@@ -306,7 +343,7 @@ class PeerBlocks:
             return
         if not is_good:
             self._blocks.give_up(taken)
-            self._end(fetch, "failed")
+            self._go_on(fetch)
             return
         self._blocks.publish(fetch.request, taken)
         tokens = lent.num_tokens - wanted.first_page * self._blocks.page_size

@@ -170,8 +170,8 @@ class PrefixExchange:
     @property
     def pending(self) -> bool:
         """See `Prefixes`."""
-        is_pulling = self._peers is not None and self._peers.is_pulling
-        return is_pulling or self._lending.is_asked or bool(self._lending.num_leases)
+        is_busy = self._peers is not None and self._peers.is_busy
+        return is_busy or self._lending.is_asked or bool(self._lending.num_leases)
 
     def see(self, request: Request) -> None:
         """See `Prefixes`."""

@@ -151,6 +151,7 @@ class SchedulerSide:
         is_first = self._loads.join(request)
         if is_later_prompt(request_id) and isinstance(params, dict):
             logger.debug("request %r: only the first of several prompts in a request is handed over", request_id)
+            self._prefixes.begin(request)
             return
         if is_first:
             self._begin(request)

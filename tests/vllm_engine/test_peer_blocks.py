@@ -20,6 +20,7 @@ from tests.vllm_engine.engine import Engine, Shape, expected_tokens, make_reques
 from tests.vllm_engine.states import States
 from tests.vllm_engine.test_engine import PROMPT, assert_empty, served
 from tests.vllm_engine.test_weights import made, reload
+from transfer.connector import lending as block_lending
 from transfer.pull import lending
 
 Make = Callable[..., Engine]
@@ -528,3 +529,82 @@ def test_new_files_of_an_adapter_are_lent_after_a_reset(make: Make, tmp_path: Pa
     before = found(reader)
     asked([source, reader], "r2", PROMPT[::-1], [source_of(source)], lora_request=new)
     assert found(reader) - before == 96
+
+
+def test_an_idle_reader_gives_back_what_is_lent_after_its_request_was_aborted(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's loop runs a step only if there is work, and the answer comes when no request is left."""
+    monkeypatch.setattr(block_lending, "LENT_S", 600.0)
+    source, reader = pair(make)
+    lender, peers = (one.connector._scheduling._prefixes for one in (source, reader))
+    reader.add("r", PROMPT, 3, {"kv_sources": [source_of(source)]})
+    run_until([reader], lambda: lender._lending.is_asked)
+    reader.abort("r")
+    end, lent = time.monotonic() + 20, False
+    while not lent or lender._lending.num_leases:
+        assert time.monotonic() < end
+        source.step()
+        lent = lent or bool(lender._lending.num_leases)
+        if reader.scheduler.has_requests():
+            reader.step()
+    assert not reader.finish_reason("r")
+    assert not peers._peers._asking
+    assert not reader.scheduler.has_requests()
+    assert_empty(source, reader)
+
+
+def test_a_source_gets_at_most_32_queries_and_prompts_beyond_them_are_computed_at_once(make: Make) -> None:
+    prompts = [list(range(2000 + 100 * each, 2040 + 100 * each)) for each in range(40)]
+    source, reader = (make("kv_both", Shape(extra=EXTRA, blocks=400, rows=64, max_batched=4000)) for _ in range(2))
+    lender, peers = (one.connector._scheduling._prefixes for one in (source, reader))
+    for each, prompt in enumerate(prompts):
+        source.add(f"s{each}", prompt, 1, None)
+    run_until([source], lambda: source.finish_reason("s39"))
+    for each, prompt in enumerate(prompts):
+        reader.add(f"r{each}", prompt, 3, {"kv_sources": [source_of(source)]})
+    reader.step()
+    assert sorted(int(name[1:]) for name in reader.scheduled[-1]) == list(range(32, 40))
+    assert peers._peers.counts["busy"] == 8
+    run_until([reader], lambda: len(lender._lending._lending._asked) == 32)
+    run_until([source, reader], lambda: all(reader.finish_reason(f"r{each}") for each in range(40)))
+    for each, prompt in enumerate(prompts):
+        assert reader.tokens(f"r{each}") == expected_tokens(prompt, 3, reader.shape)
+    assert found(reader) == 32 * 32
+    assert_empty(source, reader)
+
+
+@pytest.mark.parametrize("end", ["dies", "reloads"])
+def test_after_a_failed_pull_the_next_source_is_asked(make: Make, tmp_path: Path, end: str) -> None:
+    source, reader = pair(make)
+    second = make("kv_both", Shape(extra=EXTRA))
+    served([second], "s", PROMPT, 1, None)
+    reader.add("r", PROMPT, 3, {"kv_sources": [source_of(source), source_of(second)]})
+    run_until([reader, source], lambda: source.connector._scheduling._prefixes._lending.num_leases)
+    engines = [second, reader]
+    if end == "dies":
+        source.close()
+    else:
+        (tmp_path / "model.safetensors").write_bytes(b"weights")
+        reload(source, tmp_path)  # its leases end
+        engines.append(source)
+    run_until(engines, lambda: reader.finish_reason("r"))
+    assert reader.tokens("r") == expected_tokens(PROMPT, 3, reader.shape)
+    assert found(reader) == 96
+    assert computed(reader, "r") == 4 + 2
+    assert_empty(*engines)
+
+
+def test_samples_of_a_prompt_share_a_pull_and_each_of_several_prompts_has_its_own(make: Make) -> None:
+    source, reader = pair(make)
+    other = list(range(5000, 5100))
+    served([source], "other", other, 1, None)
+    prompts = {f"{sample}_cmpl-x-{at}-0a1b2c3d": [PROMPT, other][at] for at in range(2) for sample in range(3)}
+    for name, prompt in prompts.items():
+        reader.add(name, prompt, 3, {"kv_sources": [source_of(source)]})
+    run_until([source, reader], lambda: all(map(reader.finish_reason, prompts)))
+    for name, prompt in prompts.items():
+        assert reader.tokens(name) == expected_tokens(prompt, 3, reader.shape)
+        assert computed(reader, name) == 4 + 2
+    assert found(reader) == 96 * 2
+    assert_empty(source, reader)

@@ -126,6 +126,11 @@ class PageAsks:
         self._send(self._open[ask_id])
 
     @property
+    def is_asking(self) -> bool:
+        """Whether a query has not been answered and its time is not over."""
+        return any(not ask.is_told for ask in self._open.values())
+
+    @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """The sockets on which answers arrive."""
         return self._client.sockets

@@ -170,8 +170,10 @@ def test_a_lease_of_other_pages_is_given_back_once(rig: Rig, other: dict[str, An
 
 def test_late_answers_of_a_source_are_read_for_a_while(rig: Rig) -> None:
     rig.ask()
+    assert rig.asks.is_asking
     rig.now += 1.0
     assert len(rig.polled()) == 1
+    assert not rig.asks.is_asking
     rig.now += 9.99
     assert rig.polled() == []
     assert rig.asks._open
