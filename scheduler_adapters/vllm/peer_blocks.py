@@ -225,7 +225,7 @@ class PeerBlocks:
                 self._cancel(key, reason)
 
     def forget(self, reason: str) -> None:
-        """Gives up everything, because the weights have changed."""
+        """Gives up everything."""
         for request_id in {*self._waiting, *(fetch.request.request_id for fetch in self._pulls.values())}:
             self.drop(request_id, reason)
 

@@ -67,6 +67,10 @@ class Prefixes(Protocol):
         """Called when the weights have changed."""
         ...
 
+    def give_up(self, reason: str) -> None:
+        """Ends everything that holds blocks. Their blocks are free after one of the next steps."""
+        ...
+
     def ended(self, request: Request) -> KVSource | None:
         """Handles the end of a request. Returns where its KV is, for the next turn of its conversation."""
         ...
@@ -108,6 +112,9 @@ class NoPrefixes:
         """Does nothing."""
 
     def changed_weights(self) -> None:
+        """Does nothing."""
+
+    def give_up(self, reason: str) -> None:
         """Does nothing."""
 
     def ended(self, request: Request) -> KVSource | None:  # noqa: ARG002
@@ -209,9 +216,13 @@ class PrefixExchange:
     def changed_weights(self) -> None:
         """See `Prefixes`."""
         self._blocks.changed_weights()
-        self._lending.end_all("the weights have changed")
+        self.give_up("the weights have changed")
+
+    def give_up(self, reason: str) -> None:
+        """See `Prefixes`."""
+        self._lending.end_all(reason)
         if self._peers is not None:
-            self._peers.forget("the weights have changed")
+            self._peers.forget(reason)
 
     def ended(self, request: Request) -> KVSource | None:
         """See `Prefixes`."""

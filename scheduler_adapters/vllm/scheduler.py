@@ -29,6 +29,7 @@ from scheduler_adapters.vllm.cached_blocks import why_unfit
 from scheduler_adapters.vllm.config import read_options, worker_config
 from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata, WorkersMetadata
 from scheduler_adapters.vllm.prefix_exchange import NoPrefixes, Prefixes, PrefixExchange, say_unfit
+from scheduler_adapters.vllm.resets import watch_resets
 from scheduler_adapters.vllm.samples import FirstSample, SharedLeases, SharedLoads, is_later_prompt
 from scheduler_adapters.vllm.sources import next_sources
 from scheduler_adapters.vllm.versions import IS_TRIED, OURS, TRIED, VLLM
@@ -99,10 +100,25 @@ class SchedulerSide:
     def bind(self, manager: KVCacheManager) -> None:
         """Sets vLLM's block manager, which exists later than this object."""
         self.manager = manager
+        watch_resets(manager, self._on_failed_reset)
         if self._unfit:
             say_unfit(self._unfit, self._options, self._share)
         else:
             self._prefixes = PrefixExchange(self._connector, manager, self._options, self._hash, self._share)
+
+    def _on_failed_reset(self) -> None:
+        """Handles a reset of vLLM's prefix cache that has failed, so that one of the next can succeed.
+
+        The blocks that peers read and that pulls fill are given up. A hand-over is not, because its request would fail.
+        """
+        self._prefixes.give_up("the prefix cache is to be reset")
+        names = [*self._parked, *self._kept]
+        held = f" {len(names)} hand-overs hold blocks until they have ended: {names[:8]}." if names else ""
+        logger.warning(
+            "the prefix cache was not reset.%s A lease that nobody reads ends after %g s. Reset it again",
+            held,
+            self._options.kv_lease_duration,
+        )
 
     @property
     def lends(self) -> bool:

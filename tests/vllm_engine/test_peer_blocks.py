@@ -163,15 +163,24 @@ def lend(source: Engine, reader: Engine) -> None:
     run_until([reader, source], lambda: source.connector._scheduling._prefixes._lending.num_leases)
 
 
-def test_a_reset_finds_nothing_and_waits_for_readers(make: Make) -> None:
+@pytest.mark.parametrize("who", ["source", "reader"])
+def test_a_reset_ends_loans_and_pulls_and_then_finds_nothing(make: Make, who: str) -> None:
     source, reader = pair(make)
+    peers = reader.connector._scheduling._prefixes._peers
     lend(source, reader)
-    assert not source.scheduler.reset_prefix_cache(), "vLLM resets only if no block is held"
+    if who == "reader":
+        run_until([source, reader], lambda: peers._pulls)
+    resets = (source if who == "source" else reader).scheduler
+    with pytest.raises(RuntimeError):
+        resets.reset_prefix_cache(reset_running_requests=True)  # vLLM resets only if no block is held
     run_until([source, reader], lambda: reader.finish_reason("r"))
+    assert reader.tokens("r") == expected_tokens(PROMPT, 3, reader.shape)
+    assert found(reader) == 0
     assert_empty(source, reader)
     assert source.scheduler.reset_prefix_cache()
     reader.scheduler.reset_prefix_cache()
     before = found(reader)
+    time.sleep(1.1)  # a source whose pull has failed is left alone for a second
     assert asked([source, reader], "again", PROMPT, [source_of(source)]) == expected_tokens(PROMPT, 3, reader.shape)
     assert found(reader) == before
 
