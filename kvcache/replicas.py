@@ -146,6 +146,8 @@ class Replicas:
             for at, ((replica_idx, row), context) in enumerate(zip(at_rows, contexts, strict=True)):
                 mark.context = context
                 if self.rows.stale[places[at]]:
+                    if not self.each[replica_idx].can_begin_anew(row):
+                        continue  # an earlier request of this batch has taken the room
                     claim_anew(context.request_id, replica_idx)
                 reserved[at] = self.reserve(replica_idx, row, context, num_steps)
                 if reserved[at]:

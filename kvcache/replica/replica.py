@@ -647,9 +647,13 @@ class Replica:
             return False
         self._refuse_stopped(row, call)
         self.refuse_pending(row, call)
-        if row in self.leases.of_row:  # a lease may keep what else the row has, such as its recurrent state
+        if not self.can_begin_anew(row):
             self.kept.check_free(self.rows.request_ids[row] or "")
         return True
+
+    def can_begin_anew(self, row: int) -> bool:
+        """Whether the row's request can be claimed anew. Its lease may keep its recurrent state."""
+        return row not in self.leases.of_row or self.kept.has_room
 
     def refuse_stale(self, row: int, call: str) -> None:
         """Raise `NotReservedError` or `WeightsChangedError` if the weights have changed, and the row must not run."""

@@ -436,8 +436,8 @@ class Engine:
         except NoFreeStatePageError:  # a lease keeps the state of a request that must begin anew
             self.reached["states kept by a lease"] += 1
             return False
-        for one in requests:
-            if one.must == "recompute":
+        for one, has_pages in zip(requests, done, strict=True):
+            if one.must == "recompute" and (has_pages or not self.manager.get_req_blocks(one.name)):
                 self._forget_in_flight(one)
                 one.claimed_with(self.weights)
                 self.reached["recomputed"] += 1

@@ -320,3 +320,21 @@ def test_a_state_that_a_reader_of_a_lease_knows_is_not_replaced_by_a_later_cache
     assert manager.maybe_reserve(context)
     assert context.start_idx > started
     run(manager, context)
+
+
+def test_requests_of_a_batch_whose_leased_states_leave_room_for_one_begin_anew_one_after_the_other() -> None:
+    manager = make(copies=0, rows=3)
+    contexts = [start(manager, [*range(at, at + 9)], f"r{at}") for at in (0, 50)]
+    for context in contexts:
+        run(manager, context)
+    leases = [manager.lease(context.request_id) for context in contexts]
+    manager.set_weights("b", "recompute")
+    assert manager.reserve_batch(contexts).tolist() == [True, False]
+    assert [len(manager.get_req_blocks(context.request_id)) for context in contexts] == [3, 3]
+    manager.check()
+    with pytest.raises(NoFreeStatePageError, match="'r50'"):
+        manager.reserve_batch(contexts)
+    manager.end_lease(leases[1])
+    assert manager.reserve_batch(contexts).all()
+    assert contexts[1].start_idx == 0
+    run(manager, contexts[1])
