@@ -11,7 +11,8 @@ from typing import Any
 
 _making = [threading.Lock()]  # the lock is held while the process has the variables of a block
 _in_use = ctypes.c_void_p.in_dll(ctypes.CDLL(None), "environ")  # the C library's table of all variables
-_kept: list[Any] = []  # tables that another thread may still read, and the variables in them: they are never freed
+# Tables by what they were made from. Another thread may still read them, and the variables in them: they are never freed.
+_kept: dict[tuple[tuple[int | None, ...], tuple[str, ...]], tuple[Any, ...]] = {}
 
 
 def _forked() -> None:
@@ -67,9 +68,14 @@ def _entries() -> list[int | None]:
 
 
 def _table(entries: list[int | None], names: list[str]) -> ctypes.Array[ctypes.c_void_p]:
-    """Returns a table of these entries, and of a variable for each of `names`. The table ends with a null pointer."""
-    texts = [ctypes.create_string_buffer(os.fsencode(f"{name}=")) for name in names]
-    addresses = [*entries, *map(ctypes.addressof, texts)]
-    table = (ctypes.c_void_p * (len(addresses) + 1))(*addresses)
-    _kept.append((table, texts))
+    """Returns a table of these entries, and of a variable for each of `names`. The table ends with a null pointer.
+
+    The same arguments get the same table again, so that a process that makes agents all its life does not grow.
+    """
+    key = tuple(entries), tuple(names)
+    if key not in _kept:
+        texts = [ctypes.create_string_buffer(os.fsencode(f"{name}=")) for name in names]
+        _kept[key] = (ctypes.c_void_p * (len(entries) + len(names) + 1))(), texts
+    table, texts = _kept[key]
+    table[:-1] = [*entries, *map(ctypes.addressof, texts)]
     return table

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 READERS = """
 import ctypes, os, sys, threading
-from transfer.nixl.environment import environment
+from transfer.nixl.environment import _kept, environment
 
 getenv = ctypes.CDLL(None).getenv  # releases the GIL, as a library of C does
 getenv.argtypes, getenv.restype = [ctypes.c_char_p], ctypes.c_char_p
@@ -41,6 +41,7 @@ ended.set()
 for thread in threads:
     thread.join()
 assert len(counts) == 3 and min(counts) > 0, counts
+assert len(_kept) < 5, "a process that makes agents all its life grows"
 print("read", sum(counts))
 """
 
