@@ -28,19 +28,19 @@ logger = logging.getLogger("pagewire.vllm")
 
 
 class Prefixes(Protocol):
-    """What vLLM's scheduler tells about its requests, and asks."""
+    """The calls of vLLM's scheduler that concern prefixes cached by other servers."""
 
     @property
     def pending(self) -> bool:
-        """Whether an engine without requests must run a step."""
+        """Whether the engine must run a step even if it has no requests."""
         ...
 
     def start(self, fingerprint: Mapping[str, str]) -> None:
-        """Called when the workers have registered their caches, with the settings that a peer must share."""
+        """Called when the workers have registered their caches. A peer must have the same `fingerprint`."""
         ...
 
     def see(self, request: Request) -> None:
-        """Called for each new request, wherever its KV comes from."""
+        """Called once for each new request, also for one whose KV is not pulled."""
         ...
 
     def begin(self, request: Request) -> None:

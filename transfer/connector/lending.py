@@ -24,7 +24,7 @@ from transfer.wire.messages import ContentQuery, LeaseReply
 from transfer.wire.prompt import HashedPages
 
 KIND = "cached blocks"
-"""What such an engine keeps for a token. The rest of its description is in its config's fingerprint."""
+"""The `kind` of queries for the blocks of an engine. The config's fingerprint describes their KV further."""
 
 
 class HeldBlocks(NamedTuple):
@@ -60,7 +60,7 @@ class BlockSource(Protocol):
         """Gives up the blocks of `hold`."""
 
 
-class _Lent(NamedTuple):
+class _LentBlocks(NamedTuple):
     """Held blocks, and what they hold."""
 
     held: HeldBlocks
@@ -151,13 +151,13 @@ class BlockLending:
         if self._lending.take_answers():
             self._connector.look_again()
 
-    # What `PageLending` uses of a manager
+    # ---- the part of a manager's interface that `PageLending` calls
 
     def bring(self, *_: object) -> bool:
         """Returns False, because all blocks are on the device."""
         return False
 
-    def lease(self, name: str, replica: int, wanted: PageDigests, most: int) -> tuple[_Lent, BlockTable] | None:
+    def lease(self, name: str, replica: int, wanted: PageDigests, most: int) -> tuple[_LentBlocks, BlockTable] | None:
         """Holds wanted blocks, and describes them."""
         held = self._blocks.hold(wanted, most)
         if held is None:
@@ -177,13 +177,13 @@ class BlockLending:
             kinds=self._kinds,
             first_page=first,
         )
-        return _Lent(held, HashedPages(size, algorithm, digests, width, first, named)), table
+        return _LentBlocks(held, HashedPages(size, algorithm, digests, width, first, named)), table
 
-    def end_lease(self, lease: _Lent) -> None:
+    def end_lease(self, lease: _LentBlocks) -> None:
         """Gives up the blocks of a lease that was not asked for."""
         self._blocks.free(lease.held)
 
-    def _grant(self, lent: _Lent, table: BlockTable) -> Source | None:
+    def _grant(self, lent: _LentBlocks, table: BlockTable) -> Source | None:
         name, config = next(self._names), self._connector.config
         lease = self._connector.lend(name, OfferedPages(lent.content, table.num_tokens, table.groups), LENT_S)
         if lease is None:

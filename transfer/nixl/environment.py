@@ -11,7 +11,7 @@ from typing import Any
 
 _making = [threading.Lock()]  # the lock is held while the process has the variables of a block
 _in_use = ctypes.c_void_p.in_dll(ctypes.CDLL(None), "environ")  # the C library's table of all variables
-# Tables by what they were made from. Another thread may still read them, and the variables in them: they are never freed.
+# Tables by what they were made from. They and their variables are never freed, because other threads may read them.
 _kept: dict[tuple[tuple[int | None, ...], tuple[str, ...]], tuple[Any, ...]] = {}
 
 

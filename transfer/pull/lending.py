@@ -73,7 +73,7 @@ class Lendable(Protocol):
 
 
 class LendingLimits(NamedTuple):
-    """What may be leased at the same time to readers that ask by digest.
+    """The most pages and leases that readers who ask by digest may hold at the same time.
 
     Attributes:
         pages: the most pages of one replica, counted over all leases.

@@ -19,11 +19,11 @@ _PERSON, _PAGES = b"pagewire prompt", b"pagewire pages"
 
 
 class Content(Protocol):
-    """What the pages of a lease hold. A reader compares it with what its own request needs."""
+    """Identifies the KV in the pages of a lease. A reader compares it with the KV that its own request needs."""
 
     @property
     def num_tokens(self) -> int:
-        """For how many tokens the digests can be made."""
+        """The number of tokens that digests can cover."""
         ...
 
     @property
@@ -32,7 +32,7 @@ class Content(Protocol):
         ...
 
     def digest(self, num_tokens: int) -> bytes:
-        """Returns bytes that identify the first `num_tokens` tokens and what else their KV depends on."""
+        """Returns bytes that identify the first `num_tokens` tokens and everything else that their KV depends on."""
         ...
 
 
