@@ -105,6 +105,7 @@ class Explorer:
             bool(without & {"writer-hold", "quarantine", "settled-ends", "named-by-source"})
             or cast.shape.by_content
             or cast.shape.ahead
+            or cast.shape.weights
         )
         self._mirrors = len(readers) == 2 and readers[0] == readers[1] and not self._exact
         self._rooms: list[Room] = []

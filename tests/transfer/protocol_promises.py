@@ -85,13 +85,14 @@ def rank(size: int, room: Room) -> int:
     """Returns a number that every move increases. No sequence of moves can therefore return to an earlier state, and
     every run ends.
     """
+    switches = room.source_new + room.reader_new.bit_count()
     gone = 0 if UNSET in room.word or room.held else sum(1 + size - mask.bit_count() for mask in room.intact)
     if room.found == UNASKED and UNSET in room.word:
         lost = sum(size - mask.bit_count() for mask in (room.listed, *room.intact))
         loads = 2 * (size - room.below.bit_count()) - room.coming.bit_count()
-        return 1 + lost + 10 * loads + 1000 * sum(_STAGE[state] for state in room.pull)
+        return 1 + switches + lost + 10 * loads + 1000 * sum(_STAGE[state] for state in room.pull)
     source = (
         100 * bool(room.found) + 10 * sum(room.word) + room.heard.bit_count() + bool(room.held or any(room.word)) + gone
     )
     reads = sum(-1 if state == FLYING else 10 * state + copied.bit_count() for state, copied, _ in room.link)
-    return source + reads + room.own + 1000 * sum(_STAGE[state] for state in room.pull)
+    return source + reads + room.own + switches + 1000 * sum(_STAGE[state] for state in room.pull)

@@ -8,7 +8,8 @@ is asked. A prompt may come in two stretches from two sources. Each stretch is a
 the pages of the first stretch that the reader has. The reader has published these pages, and may lose them again. One
 import may also be read from two sources at the same time, a part of its pages from each. Each part is a room: front and
 back. If no request waits for the pages (`Shape.ahead`), the reader computes the pages during the pull, and may end the
-pull early. The network is the set of all messages ever sent: a message may arrive at once, late, out of order, many
+pull early. With `Shape.weights`, P and each reader switch to other weights once, at any moment. Each room has its own
+switches. The network is the set of all messages ever sent: a message may arrive at once, late, out of order, many
 times or never, and the model has no separate move for this. A deadline may pass at any moment. Each idle page may be
 overwritten at any moment. A READ copies page by page, in any order, and a copied page counts as what the page held when
 its last byte was read. Under one lease a page can only change from right to wrong, so a torn copy is no worse than a
@@ -29,6 +30,7 @@ NONE, COPYING, FENCED_EARLY, FENCING, MATCHED, MISMATCHED, PASSED, FLYING = rang
 # Special numbers of leased pages, for leases by content. ABSENT: the source engine has not computed the pages
 # yet. UNASKED: the source engine has computed the pages, but has answered no reader.
 ABSENT, UNASKED = 0, -1
+BOTH = 2  # Pages of both versions of the weights.
 
 T = TypeVar("T")
 
@@ -61,6 +63,12 @@ class Room(NamedTuple):
     # The readers whose table was changed in transit, so that its first page id belongs to another request.
     forged: int = 0
     own: int = 0  # If no request waits, the number of pages that the reader has computed or found during the pull.
+    # Versions of the weights are 0, from the start on, and 1, after the switch of a process.
+    source_new: int = 0  # 1 if the source has switched.
+    reader_new: int = 0  # The readers that have switched.
+    made: int = 0  # The version that has computed the pages, or BOTH.
+    told: int = 0  # The version that the offer names.
+    wants: int = 0  # The readers whose request had version 1 when they took the offer.
 
 
 class View(NamedTuple):
@@ -116,6 +124,7 @@ class Shape(NamedTuple):
     # True if no request waits for the pages. The reader then computes the pages during the pull, and may commit a part
     # of the import.
     ahead: bool = False
+    weights: bool = False  # True if the source and the readers switch to other weights.
 
 
 def put(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
@@ -150,6 +159,8 @@ class Protocol:
 
     def moves(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:
         """Yields all possible next moves in the room of request `name`, which has `size` pages."""
+        if self.shape.weights:
+            yield from self._switch(name, room)
         yield from (self._lend if self.shape.by_content else self._grant)(name, size, room, view)
         size = self.pages_of(size, room)
         for rank in range(self.shape.sources):
@@ -167,9 +178,30 @@ class Protocol:
             if view.may_lease and view.free_source.bit_count() >= size:
                 full = ((1 << size) - 1,) * self.shape.sources
                 room = room._replace(held=lowest(view.free_source, size), intact=full)
-                yield Move(f"P has computed {name} and holds its pages {bits(room.held)}", room)
+                yield from self._computed(f"P has computed {name} and holds its pages {bits(room.held)}", room)
             return
         yield from self._set_words(name, room)
+
+    def _switch(self, name: str, room: Room) -> Iterator[Move]:
+        if not room.source_new:
+            switched, text = room._replace(source_new=1), "P switches to other weights"
+            if self.has("switch-keeps-leases"):
+                yield Move(text, switched)
+            else:
+                yield Move(f"{text}, and gives away what it held of {name}", switched._replace(held=0))
+        for reader in range(len(self.shape.readers)):
+            if not room.reader_new >> reader & 1:
+                yield Move(
+                    f"D{reader} switches to other weights", room._replace(reader_new=room.reader_new | 1 << reader)
+                )
+
+    def _computed(self, text: str, room: Room) -> Iterator[Move]:
+        """Yields the end of a computation, also with a switch of the weights in its midst."""
+        version = room.source_new
+        yield Move(text, room._replace(made=version, told=version))
+        if self.shape.weights and not version:
+            told = BOTH if self.has("own-segment") else 1
+            yield Move(f"{text} (some of them are of other weights)", room._replace(source_new=1, made=BOTH, told=told))
 
     def pages_of(self, size: int, room: Room) -> int:
         """Returns how many pages a reader takes if it has asked for `size` pages."""
@@ -182,7 +214,8 @@ class Protocol:
                 full = (1 << size) - 1
                 below = full if self.shape.tiers else 0
                 room = room._replace(intact=(full,) * self.shape.sources, found=UNASKED, listed=full, below=below)
-                yield Move(f"P has computed {name} for somebody, its pages are listed, and nobody holds them", room)
+                text = f"P has computed {name} for somebody, its pages are listed, and nobody holds them"
+                yield from self._computed(text, room)
             return
         for page in bits(room.listed):
             yield Move(f"page {page} of {name} leaves P's index", room._replace(listed=room.listed & ~(1 << page)))
@@ -219,6 +252,10 @@ class Protocol:
         run = min(run, view.free_source.bit_count())  # Pages of other leases are not available to this request.
         behind = f"what is behind page {first} of {name}" if first else name
         room = room._replace(below=0, coming=0 if self.has("list-when-there") else coming)
+        asked = room.reader_new & 1  # Only one reader asks.
+        if room.told != asked and self.has("asked-by-version"):
+            run = 0
+        room = room._replace(told=asked)
         if not run:
             none = room._replace(word=(CLEARED,) * self.shape.sources, listed=0, coming=0)
             yield Move(f"P is asked for {behind} and has nothing of it: there is no lease", none)
@@ -314,11 +351,15 @@ class Protocol:
         state, links = room.pull[reader], self.of_reader[reader]
         if state == IDLE and self.offered(room):
             free, whole = view.free_reader[reader], room.first <= max(0, view.head) or not self.has("no-hole")
-            if view.may_take >> reader & 1 and free.bit_count() >= size and whole:
-                taken = self._with_links(room, links, COPYING)
+            version = room.reader_new >> reader & 1
+            same = room.told == version or not self.has("same-weights")
+            room_for = view.may_take >> reader & 1 and free.bit_count() >= size and whole
+            if room_for and (same or not self.has("sealed-version")):
+                taken = self._with_links(room, links, COPYING)._replace(wants=room.wants | version << reader)
                 pages = lowest(free, size)
                 taken = taken._replace(pull=put(room.pull, reader, PULLING), pages=put(room.pages, reader, pages))
                 text = f"D{reader} takes the offer of {name}, reserves pages {bits(pages)}, posts its READs"
+                text += "" if same else ": its version was changed on its way"
                 yield Move(text, taken)
                 # The rule lets the reader refuse a changed table. The refusal of any offer is a separate move.
                 if not self.has("named-by-source"):
@@ -381,6 +422,10 @@ class Protocol:
             done = room._replace(pull=put(room.pull, reader, COMMITTED), link=link)
             hole = alone or room.first > max(0, view.head)
             wrong = f"hole: D{reader} serves {name} without the pages before it" if hole else ""
+            version = (room.wants if self.has("committed-as-taken") else room.reader_new) >> reader & 1
+            if room.made != version:
+                made = "both versions" if room.made == BOTH else f"version {room.made}"
+                wrong = f"other weights: D{reader} serves {name} of {made} to requests of version {version}"
             yield Move(f"D{reader} commits {name}", done, f"D{reader}", wrong)
 
     def _give_up(self, name: str, reader: int, room: Room) -> Move:
@@ -526,6 +571,7 @@ class Protocol:
             forged=room.forged & ~(1 << reader),
             found=0 if self.shape.ahead else room.found,
             own=0,
+            wants=room.wants & ~(1 << reader),
         )
 
     def spoil(self, room: Room, reader: int, page: int) -> Room:

@@ -62,6 +62,12 @@ RULES = {
     "parts-in-order": "a part of an import counts only if the part before it has passed",
     "found-when-committed": "a page that a pull is to fill is found by nobody before its import is committed",
     "prove-what-came": "a pull that ends early commits the pages that came before its fence, and no others",
+    "same-weights": "a reader takes an offer only if its own version of the weights is the one that the offer names",
+    "own-segment": "what a source computes across a switch has a name that no other request has",
+    "asked-by-version": "a question by content finds only pages of the version that the reader has when it asks",
+    "sealed-version": "a reader notices if the version in an offer was changed on its way",
+    "committed-as-taken": "an import that outlives a switch is not found by requests of the new version",
+    "switch-keeps-leases": "a switch ends no lease, and gives away no page that a lease holds",
 }
 ASSUMPTIONS = {
     "whole-reads": "a READ that ended well has delivered every byte, while the source lives and its pool is mapped",
@@ -92,6 +98,10 @@ CASTS = {
         Cast("1 import, 2 sources", Shape(1, _ONE, 3), _PARTS, crashes=2),
         Cast("again from another source", Shape(1, _ONE, 1), _ELSEWHERE, crashes=2),
         Cast("no request waits", Shape(1, _ONE, 3, ahead=True), (_A, _B), crashes=2),
+        Cast("switches, 2 attempts", Shape(1, _ONE, 3, weights=True), (_A, _AGAIN), crashes=2),
+        Cast("switches, 2 readers", Shape(1, _TWO, 3, weights=True), (_A,), crashes=2),
+        Cast("switches, 2 source ranks", Shape(2, ((0, 1),), 3, weights=True), (_A,), crashes=2),
+        Cast("switches, by content", Shape(1, _ONE, 3, by_content=True, tiers=True, weights=True), (_A,), crashes=2),
     ),
     "small": (
         Cast("2 requests, 1 reader", Shape(1, _ONE, 3), (_A, _B), crashes=1),
@@ -105,6 +115,8 @@ CASTS = {
         Cast("1 import, 2 sources", Shape(1, _ONE, 3), _PARTS, crashes=1),
         Cast("again from another source", Shape(1, _ONE, 1), _ELSEWHERE, crashes=1),
         Cast("no request waits", Shape(1, _ONE, 3, ahead=True), (_A,), crashes=1),
+        Cast("switches of the weights", Shape(1, _ONE, 3, weights=True), (_A,), crashes=1),
+        Cast("switches, by content", Shape(1, _ONE, 3, by_content=True, weights=True), (_A,), crashes=1),
     ),
 }
 
@@ -119,6 +131,8 @@ _TIERS = Cast("by content, lower tiers", Shape(1, _ONE, 3, by_content=True, tier
 _PROMPT = Cast("2 stretches, 2 sources", Shape(1, _ONE, 3, by_content=True), _STRETCHES)
 _IMPORT = Cast("1 import, 2 sources", Shape(1, _ONE, 3), _PARTS)
 _AHEAD = Cast("no request waits", Shape(1, _ONE, 3, ahead=True), (_A,))
+_WEIGHTS = Cast("switches of the weights", Shape(1, _ONE, 3, weights=True), (_A,))
+_WEIGHTS_ASKED = Cast("switches, by content", Shape(1, _ONE, 3, by_content=True, weights=True), (_A,))
 _WORD = Cast("2 requests, one word", Shape(1, _ONE, 3), (Part("A", 2), Part("B", 1)))
 
 SHOWN_BY = dict.fromkeys((*RULES, *ASSUMPTIONS), _PAIR) | {
@@ -142,5 +156,11 @@ SHOWN_BY = dict.fromkeys((*RULES, *ASSUMPTIONS), _PAIR) | {
     "parts-in-order": _IMPORT,
     "found-when-committed": _AHEAD,
     "prove-what-came": _AHEAD,
+    "same-weights": _WEIGHTS,
+    "own-segment": _WEIGHTS,
+    "asked-by-version": _WEIGHTS_ASKED,
+    "sealed-version": _WEIGHTS,
+    "committed-as-taken": _WEIGHTS,
+    "switch-keeps-leases": _WEIGHTS,
 }
 """The smallest cast in which the absence of a rule, or of an assumption, does harm."""

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.transfer.protocol_rules import ASSUMPTIONS, CASTS, RULES
-from tests.transfer.pull.test_protocol_model import HARM, HOLE, ROBBED, STALE_PAGE, WAITS, WITHOUT_CAUSE
+from tests.transfer.pull.test_protocol_model import HARM, HOLE, OTHER, ROBBED, STALE_PAGE, WAITS, WITHOUT_CAUSE
 
 ROOT = Path(__file__).parents[3]
 DOCS = (ROOT / "docs" / "concepts" / "protocol.md").read_text()
 HARMS = {
     STALE_PAGE: "stale page",
     HOLE: "a hole",
+    OTHER: "other weights",
     ROBBED: "a good pull fails",
     WITHOUT_CAUSE: "a good pull fails",
     WAITS: "pages held",

@@ -16,7 +16,7 @@ from tests.transfer.protocol_model import Explorer
 from tests.transfer.protocol_room import COMMITTED, GIVEN_UP, Move, Protocol, Room, View
 from tests.transfer.protocol_rules import ASSUMPTIONS, CASTS, RULES, SHOWN_BY, Cast
 
-HOLE = "hole: D0 serves"
+HOLE, OTHER = "hole: D0 serves", "other weights: D0 serves"
 STALE_PAGE, ROBBED, WAITS, WITHOUT_CAUSE = "stale page", "lease ended as read while", "may never", "has not ended"
 # For each rule, the harm of leaving the rule out, and the smallest number of moves to this harm.
 HARM = {
@@ -48,6 +48,12 @@ HARM = {
     "parts-in-order": (HOLE, 8),
     "found-when-committed": (STALE_PAGE, 4),
     "prove-what-came": (STALE_PAGE, 8),
+    "same-weights": (OTHER, 9),
+    "own-segment": (OTHER, 10),
+    "asked-by-version": (OTHER, 10),
+    "sealed-version": (OTHER, 9),
+    "committed-as-taken": (OTHER, 10),
+    "switch-keeps-leases": (STALE_PAGE, 11),
     "whole-reads": (STALE_PAGE, 9),
     "settled-ends": (STALE_PAGE, 17),
     "newer-reads": (STALE_PAGE, 12),
@@ -64,11 +70,15 @@ SIZES = {
     "1 import, 2 sources": 5_260,
     "again from another source": 1_080,
     "no request waits": 443,
+    "switches of the weights": 766,
+    "switches, by content": 1_366,
 }
 # The number of final states, in which all pages and leases are given back. Final states of a lease by content differ in
 # the number of found pages: none, one or two. With two stretches, they differ in this number for each stretch and in
-# the page at which the second stretch begins. If no request waits, they differ in whether the pull ended early.
+# the page at which the second stretch begins. If no request waits, they differ in whether the pull ended early. With
+# switches, they differ in the versions.
 FINALS = {"by content": 3, "by content, lower tiers": 3, "2 stretches, 2 sources": 7, "no request waits": 2}
+FINALS |= {"switches of the weights": 4, "switches, by content": 12}
 
 
 @pytest.mark.parametrize("cast", CASTS["small"], ids=lambda cast: cast.title)
