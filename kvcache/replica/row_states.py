@@ -170,17 +170,19 @@ class RowStates(Kept):
         """
         tables = self._tables
         found = tables.from_below(digests, tier.has, None, first)
-        behind = digests[: found.reach + tier.longest_tail]
+        behind, known = digests[: found.reach + tier.longest_tail], tables.naming(digests, found.pages)
         if self.pages.ask(behind):
-            return True, digests[: found.pages]
+            return True, known
         for end in (found.pages + 1 + np.flatnonzero(self.pages.there(behind[found.pages :])))[::-1].tolist():
-            perhaps = tables.from_below(digests[:end], tier.may_have, None, first)
+            up_to = tables.naming(digests, end)
+            after = np.arange(1, len(up_to) + 1) == end
+            perhaps = tables.from_below(up_to, tier.may_have, after, first)
             asking = perhaps.pages == end and tier.ask(perhaps.every, perhaps.lacking)
-            if tables.from_below(digests[:end], tier.has, None, first).pages == end:
-                return False, digests[:end]
+            if tables.from_below(up_to, tier.has, after, first).pages == end:
+                return False, up_to
             if asking:
-                return True, digests[: found.pages]
-        return False, digests[: found.pages]
+                return True, known
+        return False, known
 
     def to_host(self, digests: Digests, there: int, *, wait: bool) -> bool:
         """Load a state into host memory: the last state that a lower tier has after a page with one of these digests.

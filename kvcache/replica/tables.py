@@ -131,7 +131,7 @@ class RowTables:
         """
         run = self.run(first, digests)
         count = run.end - first
-        digests = digests[: count + len(self.ahead[:1])]  # a draft page is named by the digest of the page after it
+        digests = self.naming(digests, count)
         end = first + (count if ends is None else last_end(ends[:count]))
         found = self._seen_pages(first, end, digests, run)
         if not all(np.count_nonzero(pages) == pages.size for pages in found):
@@ -139,6 +139,13 @@ class RowTables:
             end = first + resume(there, self.groups, self._page_size, first, ends)
             found = self._seen_pages(first, end, digests, run)
         return Found(first, end, found, end)
+
+    def naming(self, digests: Digests, count: int) -> Digests:
+        """Returns those of the pages' `digests` from which the first `count` pages get their names in all tables.
+
+        A draft page is named by the digest of the page after it.
+        """
+        return digests[: count + len(self.ahead[:1])]
 
     def every(self, digests: Digests) -> Digests:
         """Returns the name of each page in each table, `[tables, pages, words]`, from the tokens' `digests`."""

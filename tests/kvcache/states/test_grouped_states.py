@@ -44,7 +44,7 @@ def make(
     """Makes a manager. If `copies` is None, states share memory with pages. `files` has the params of a file tier below
     `host_slots`.
     """
-    told = (files or {}) | {"groups": GROUPS, "states": shape, "state_copies": copies, "state_every_pages": every}
+    told = {"groups": GROUPS} | (files or {}) | {"states": shape, "state_copies": copies, "state_every_pages": every}
     # The manager gets `own` pages for the states in addition to `pages` for tokens.
     own = 0 if copies is None else (options.get("rows", 8) + copies + 1) * 8
     return manager_of(pages + own, page_size=SIZE, layers=2, dtype=torch.int64, params=told, **options)

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvcache import NoFreeRowError, NoFreeStatePageError, PagedKVCacheManager, TextContext
+from kvcache import (
+    DraftGroup,
+    LayerGroup,
+    NoFreeRowError,
+    NoFreeStatePageError,
+    PagedKVCacheManager,
+    TextContext,
+)
 from kvcache.tiers.tiers import StateTier
 from tests.kvcache.random_model import seam
 from tests.kvcache.replica.test_further_tables import gone
@@ -256,6 +263,18 @@ def test_another_machine_finds_pages_and_state_in_a_store(copies: int | None, co
     assert metrics.object_blocks_refused == metrics.object_states_refused == 0
     again.close()
     assert store.open == 0
+
+
+@FORMS
+@pytest.mark.parametrize("count", [1, 4])
+def test_draft_pages_before_a_state_are_found_in_a_store_by_the_page_after_it(copies: int | None, count: int) -> None:
+    store, groups = StoredObjects(), {"groups": (LayerGroup("full", (0,)), DraftGroup((1,)))}
+    written(store, copies, count=count, every=2, params=groups)
+    again = stored(store, copies, count, every=2, params=groups)
+    fetched(again, PROMPT)
+    assert served(again, PROMPT)[0] == 8 * SIZE
+    assert again.metrics.object_states_read == 1
+    again.close()
 
 
 def test_a_longer_prompt_resumes_from_a_state_within_an_object() -> None:
