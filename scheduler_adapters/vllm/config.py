@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvcache.endpoints.addresses import in_endpoint
 from scheduler_adapters.vllm.groups import cache_group
 from scheduler_adapters.vllm.options import Options, options_of
+from scheduler_adapters.vllm.versions import TELLS_OF_SLEEP, VLLM
 from transfer.connector.config import Timing, WorkerConfig
 from transfer.errors import InvalidEngineError
 from transfer.wire.allowed_peers import listed_peers
@@ -45,6 +46,10 @@ def worker_config(
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := int(getattr(parallel, name, 1) or 1)) > 1:
             raise InvalidEngineError(f"{name} is {size}: context parallelism is not supported; set it to 1")
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not TELLS_OF_SLEEP:
+        raise InvalidEngineError(
+            f"enable_sleep_mode is on: vLLM {VLLM} does not tell connectors when it sleeps; leave it off, or use 0.33"
+        )
     rank = parallel.rank % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
     # Changes with each start, and is the same in all processes of the engine.
     incarnation = f"{vllm_config.instance_id}-{transfer.engine_id}"

@@ -123,8 +123,8 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003
-        """Returns False, because registered memory must not move while a peer may read it."""
-        return False
+        """Returns True. vLLM sleeps only when no block is in use, so no peer reads one."""
+        return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
@@ -143,6 +143,14 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         return PullMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The scheduler's side
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether a load brings the state of a prefix whose other blocks this engine has cached.
+
+        Every load brings the state. It does not bring the earlier tokens of a window, however.
+        """
+        return not any(group.window for group in self._scheduling.groups)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -229,6 +237,14 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         """Registers the tensors of this rank."""
         self._working.register(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """Unregisters the tensors of this rank before a sleep takes their memory."""
+        self._working.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """Registers them again after the sleep. vLLM then calls `set_xfer_handshake_metadata_pp_aware` again."""
+        self._working.restore()
+
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
         """Sets the function that copies blocks to host buffers and back."""
         self._working.set_copy(copy_operation)
@@ -254,7 +270,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Copies blocks that this step has computed to host buffers, if the engine uses any."""
-        self._working.running.save_kv_to_host(self._metadata().step)
+        self._working.save(self._metadata())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:  # noqa: ARG002
         """Returns two sets: the requests whose lease has ended, and the requests whose load has ended."""

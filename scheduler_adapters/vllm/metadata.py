@@ -56,7 +56,16 @@ class WorkersMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class RankHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """One rank's metadata for the engine's handshake server, and the settings that must agree with a reader's."""
+    """One rank's metadata for the engine's handshake server, and the settings that must agree with a reader's.
+
+    Attributes:
+        data: from `NixlConnectorWorker.get_handshake_metadata`.
+        fingerprint: the settings.
+        incarnation: changes when the caches are registered anew.
+        weights: as in `LoadedWeights.named`.
+    """
 
     data: bytes
     fingerprint: dict[str, str]
+    incarnation: str = ""
+    weights: dict[str, str] = field(default_factory=dict[str, str])

@@ -34,6 +34,7 @@ from scheduler_adapters.vllm.samples import FirstSample, SharedLeases, SharedLoa
 from scheduler_adapters.vllm.sources import next_sources
 from scheduler_adapters.vllm.versions import IS_TRIED, OURS, TRIED, VLLM
 from scheduler_adapters.vllm.weights import named_adapter
+from transfer.connector.config import GroupConfig
 from transfer.connector.metadata import Progress
 from transfer.connector.scheduler import NixlConnectorScheduler
 from transfer.errors import EngineClosedError, InvalidEngineError, TransferError, TransferParamsError
@@ -121,6 +122,11 @@ class SchedulerSide:
         )
 
     @property
+    def groups(self) -> Sequence[GroupConfig]:
+        """The transferred groups."""
+        return self._connector.config.groups
+
+    @property
     def lends(self) -> bool:
         """Whether a peer asks for cached blocks, or reads some."""
         return self._prefixes.pending
@@ -130,8 +136,12 @@ class SchedulerSide:
 
         Each key of `ranks` is a pair of a pipeline rank and a tensor-parallel rank.
         """
-        tp_size, first = self._connector.config.tp_size, ranks[min(ranks)].fingerprint
-        self._prefixes.start(first)
+        tp_size, rank_0 = self._connector.config.tp_size, ranks[min(ranks)]
+        first = rank_0.fingerprint
+        if rank_0.incarnation == self._connector.config.incarnation:
+            self._prefixes.start(first)
+        else:  # after a sleep
+            self._connector.reopened(rank_0.incarnation, rank_0.weights)
         if not self._serves:
             self._say_started("reads only")
             return
@@ -361,8 +371,9 @@ class SchedulerSide:
         """Processes the workers' outputs."""
         self._prefixes.returned(metadata.marker)
         for rank, output in metadata.outputs:
+            is_new = self._connector.has_new_weights(rank, output)
             progress = self._connector.update(rank, output)
-            if output.weights:  # first, because the blocks of this report's leases and pulls may have the old weights
+            if is_new:  # first, because the blocks of this report's leases and pulls may have the old weights
                 self._prefixes.changed_weights()
             self._prefixes.update(progress)
             for request_id, (fence_at, over_at) in output.times.items():

@@ -17,11 +17,12 @@ from transfer.errors import InvalidEngineError
 
 TRIED = ("0.30", "0.31", "0.32", "0.33")
 """The versions that were tried: 0.33 with real schedulers and workers, the others with real servers."""
+_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 NAMES = {
     "vllm": "envs",
     "vllm.config": "get_layers_from_vllm_config",
     "vllm.distributed.kv_transfer.kv_connector.factory": "KVConnectorFactory",
-    "vllm.distributed.kv_transfer.kv_connector.v1.base": "KVConnectorBase_V1 KVConnectorHandshakeMetadata "
+    _BASE: "KVConnectorBase_V1 KVConnectorHandshakeMetadata "
     "KVConnectorMetadata KVConnectorRole KVConnectorTransferResults KVConnectorWorkerMetadata SupportsHMA",
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "KVConnectorPromMetrics KVConnectorStats",
     "vllm.model_executor.layers.attention_layer_base": "AttentionLayerBase",
@@ -42,7 +43,9 @@ _ATTRIBUTES = {
     "lora_request max_tokens mm_features num_computed_tokens num_output_tokens num_prompt_tokens num_tokens "
     "prompt_embeds prompt_token_ids request_id skip_reading_prefix_cache status trace_headers",
 }
-_OPTIONAL = {"get_loaded_kv_cache_group_ids", "supports_sleep_mode"}
+_OPTIONAL = {
+    "get_loaded_kv_cache_group_ids", "restore_kv_caches", "supports_sleep_mode", "unregister_kv_caches"
+}  # fmt: skip
 """Methods of the connector that only newer versions call, and without which the older ones do the same."""
 
 
@@ -147,5 +150,7 @@ IS_TRIED = ".".join(VLLM.split("+")[0].split(".")[:2]) in TRIED
 """Whether the connector was tried with this version."""
 PEER = _peer()
 """Where vLLM's metrics say that loaded tokens come from. None in versions before 0.32, which do not ask."""
+TELLS_OF_SLEEP = not list(_missing({f"{_BASE}:KVConnectorBase_V1": "restore_kv_caches"}))
+"""Whether this vLLM tells its connectors when a cache loses its memory. Versions before 0.33 do not."""
 OURS = _version_of("pagewire") or "of a source tree"
 """The version of this package."""

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from scheduler_adapters.vllm.backends import contents_of, layers_of
 from scheduler_adapters.vllm.config import read_options, worker_config
 from scheduler_adapters.vllm.groups import one_spec
@@ -28,6 +30,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pagewire.vllm")
 
 
+def again(incarnation: str, sleeps: int) -> str:
+    """Returns the name of an incarnation after the caches were unregistered `sleeps` times."""
+    return f"{sleeps}-{incarnation}"[:64] if sleeps else incarnation
+
+
 class WorkerSide:
     """The worker's side of one rank. Only the thread that runs its model may use it."""
 
@@ -38,6 +45,8 @@ class WorkerSide:
         # An unsupported config is refused before there are caches.
         check_config(worker_config(vllm_config, kv_cache_config, {}))
         self._worker: NixlConnectorWorker | None = None
+        self._caches: Mapping[str, Any] = {}
+        self._sleeps = 0  # how many times the caches were unregistered
         self._weights: WeightsWatch | None = None
         self._copy: Any = None
         self._waits = StepMetadata()  # the requests whose load or lease vLLM waits for
@@ -49,18 +58,48 @@ class WorkerSide:
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Registers the tensors of this rank's layers, and starts to serve and to read."""
+        self._caches = kv_caches
+        self._open(kv_caches)
+        self._weights = WeightsWatch(self._set_weights)
+
+    def unregister(self) -> None:
+        """Ends every lease and load, because the tensors are about to lose their memory. Safe to call twice."""
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker, self._sleeps = None, self._sleeps + 1
+
+    def restore(self) -> None:
+        """Registers the same tensors again, which have memory again. A no-op unless they are unregistered.
+
+        Readers take this for a restarted engine, because its memory is registered under other keys.
+        """
+        if self.is_asleep:
+            self._open(self._caches)
+            if self._weights is not None and self._weights.weights.named:
+                self._set_weights(self._weights.weights.named)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the tensors are unregistered. vLLM may run steps without requests meanwhile."""
+        return self._worker is None and self._sleeps > 0 and bool(self._caches)
+
+    def _set_weights(self, named: Mapping[str, str]) -> None:
+        if self._worker is not None:
+            self._worker.set_weights(named)
+
+    def _open(self, kv_caches: Mapping[str, Any]) -> None:
         moved = self._kv_cache_config.transfer_group_index_by_layer
         # Layers outside the transferred groups are left out, because they share the tensors of layers in these groups.
         caches = {name: cache for name, cache in kv_caches.items() if name in moved}
         pages = {name: cache.shape[2] for name, cache in caches.items()}
         config = worker_config(self._vllm_config, self._kv_cache_config, pages)
+        config = msgspec.structs.replace(config, incarnation=again(config.incarnation, self._sleeps))
         moved_as = self._as_moved(caches, pages)
         self._prove(config, moved_as)
         self._worker = NixlConnectorWorker(config, self._keyring)
         if self._copy is not None:
             self._worker.set_host_xfer_buffer_ops(self._copy)
         self._worker.register_kv_caches(moved_as)
-        self._weights = WeightsWatch(self._worker.set_weights)
         for thread in self._worker.threads:
             thread.replica.timed = self._vllm_config.observability_config.otlp_traces_endpoint is not None
 
@@ -106,15 +145,24 @@ class WorkerSide:
 
     def handshake_metadata(self) -> RankHandshakeMetadata:
         """Returns the metadata of this rank, which the scheduler's side serves to readers."""
-        return RankHandshakeMetadata(self.running.get_handshake_metadata(), self.running.config.fingerprint())
+        worker, weights = self.running, {} if self._weights is None else self._weights.weights.named
+        config = worker.config
+        return RankHandshakeMetadata(worker.get_handshake_metadata(), config.fingerprint(), config.incarnation, weights)
 
     def start(self, metadata: StepMetadata) -> None:
-        """Starts a step's work."""
+        """Starts a step's work. Without memory there is none."""
+        if self.is_asleep:
+            return
         self.running.start_load_kv(metadata.step)
         self._waits.parked |= metadata.parked
         self._waits.finished |= metadata.finished
         self._waits.refused |= metadata.refused
         self._marker = metadata.marker
+
+    def save(self, metadata: StepMetadata) -> None:
+        """Copies blocks that a step has computed to host buffers, if the engine uses any."""
+        if not self.is_asleep:
+            self.running.save_kv_to_host(metadata.step)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Returns the finished requests for which vLLM waits.
@@ -123,6 +171,8 @@ class WorkerSide:
         requests whose load has failed. The third set is part of the second set. A failed load is reported only when
         none of its transfers is in flight any more, because vLLM reuses its blocks at once.
         """
+        if self.is_asleep:
+            return set(), set(), set()
         self._output = output = self.running.take_output()
         self._sent |= output.sent.keys() | {request_id for request_id, error in output.offered.items() if error}
         self._failures |= output.failed.keys()
@@ -139,6 +189,8 @@ class WorkerSide:
 
         Each event is returned once.
         """
+        if self.is_asleep:
+            return None
         output, self._output = self._output, WorkerOutput()
         marker, self._marker = self._marker, 0
         return WorkersMetadata([(self.running.config.rank, output)], marker) if output or marker else None
@@ -154,6 +206,6 @@ class WorkerSide:
 
     def close(self) -> None:
         """Ends every lease and load, and releases the caches. Safe to call twice."""
-        worker, self._worker, self._weights = self._worker, None, None
+        worker, self._worker, self._weights, self._caches = self._worker, None, None, {}
         if worker is not None:
             worker.shutdown()

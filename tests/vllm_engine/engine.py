@@ -62,7 +62,7 @@ class Shape:
     """The shape of an engine.
 
     `windows` has an entry for each group: 0 for full attention. As in vLLM, all groups share their tensors: layer i of
-    each group lies in tensor i. With `states` there is a further group of recurrent layers, and no prefix cache.
+    each group lies in tensor i. With `states` there is a further group of recurrent layers.
     """
 
     blocks: int = 60
@@ -131,7 +131,9 @@ def make_config(model: str, role: str, engine_id: str, shape: Shape, rank: int, 
             disable_hybrid_kv_cache_manager=False,
         ),
         cache_config=CacheConfig(
-            block_size=shape.block_size, cache_dtype="auto", enable_prefix_caching=not shape.states
+            block_size=shape.block_size, cache_dtype="auto",
+            enable_prefix_caching=not shape.states or bool(shape.states.block_size),
+            mamba_cache_mode=shape.states.mode if shape.states else "none",
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(
@@ -408,20 +410,25 @@ class Engine:
                         slots = table[seen // size] * size + seen % size
                         total += look(self._kernel.read(cache, slots)[:, owned], seen)
             if self.shape.states:
-                ran = tokens[end - count : end].tolist()
-                total += self._recur(self.mixers[rank], tables[-1][-1], ran, rank, end == count)
+                total += self._recur(self.mixers[rank], tables[-1], tokens[:end].tolist(), rank, count)
         return [_FIRST + total % _TOKENS] if is_last else []
 
-    def _recur(self, mixers: dict[int, Any], block: int, tokens: list[int], rank: int, is_first: bool) -> int:
+    def _recur(self, mixers: dict[int, Any], table: Sequence[int], tokens: list[int], rank: int, count: int) -> int:
+        """Runs the last `count` tokens. As in vLLM, a state that has filled its block goes on in a copy."""
         states, ranks, total = self.shape.states, self.shape.tp_size, 0
         assert states is not None
+        ran, size = len(tokens) - count, states.block_size
+        block = table[(len(tokens) - 1) // size] if size else table[-1]
+        before = table[(ran - 1) // size] if size and ran else block
         places, owned = states.places(ranks, rank), states.owned(ranks, rank)
         for layer in range(LAYERS):
             state = [part[block] for part in mixers[layer].kv_cache]
-            if is_first:  # A new block still has the content of its previous owner.
-                for part in state:
+            for part, old in zip(state, [part[before] for part in mixers[layer].kv_cache], strict=True):
+                if not ran:  # A new block still has the content of its previous owner.
                     part.zero_()
-            for token in tokens:
+                elif before != block:
+                    part.copy_(old)
+            for token in tokens[ran:]:
                 recur(state, token, layer, places)
             total += read(state, places, owned)
         return total

@@ -29,10 +29,14 @@ _DTYPES = (torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class States:
-    """The states of a recurrent layer of some kind: "mamba2" with groups of B and C, "mamba1", "gdn" or "conv"."""
+    """The states of a recurrent layer of some kind: "mamba2" with groups of B and C, "mamba1", "gdn" or "conv".
+
+    With `block_size`, vLLM's prefix cache is on, and it caches the states after whole blocks of this size.
+    """
 
     kind: str = "mamba2"
     groups: int = 1
+    block_size: int = 0
 
     @property
     def backend(self) -> Any:
@@ -61,8 +65,14 @@ class States:
         shapes = self.shapes(ranks)
         kind = {"mamba2": "MAMBA2", "mamba1": "MAMBA1", "gdn": "GDN_ATTN", "conv": "SHORT_CONV"}[self.kind]
         return MambaSpec(
-            block_size=1024, shapes=shapes, dtypes=_DTYPES[: len(shapes)], mamba_type=MambaAttentionBackendEnum[kind]
-        )
+            block_size=self.block_size or 1024, shapes=shapes, dtypes=_DTYPES[: len(shapes)],
+            mamba_type=MambaAttentionBackendEnum[kind], mamba_cache_mode=self.mode,
+        )  # fmt: skip
+
+    @property
+    def mode(self) -> str:
+        """Returns vLLM's `mamba_cache_mode`."""
+        return "align" if self.block_size else "none"
 
     def zeros(self, ranks: int = 1) -> list[torch.Tensor]:
         """Returns the states of a layer before the first token."""

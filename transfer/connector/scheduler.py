@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
+
 from kvcache.uncopied import Uncopied
 from transfer.connector.config import GroupConfig, WorkerConfig, check_config, check_endpoint, check_groups
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, Progress, SendRequest, WorkerOutput, as_blocks
@@ -195,6 +197,27 @@ class NixlConnectorScheduler(Uncopied):
         else:
             self._server.serve(card)
         return self.address
+
+    def reopened(self, incarnation: str, weights: Mapping[str, str]) -> None:
+        """Reports that all ranks have registered their caches anew, before `set_handshake_metadata` says where.
+
+        No lease and no load may be open. Readers that know the former incarnation notice that it has ended.
+
+        Args:
+            incarnation: the new incarnation of all ranks.
+            weights: what identifies their weights, as in `NixlConnectorWorker.set_weights`.
+
+        Raises:
+            InvalidTransferError: a lease or a load has not ended.
+        """
+        if self._offers or self._loads:
+            names = [*self._offers, *self._loads]
+            raise InvalidTransferError(
+                f"engine {self.config.engine_id!r}: caches were registered anew while leases or loads are open: "
+                f"{names[:8]}"
+            )
+        self.config = msgspec.structs.replace(self.config, incarnation=incarnation)
+        self._weights = {rank: dict(weights) for rank in range(self.config.ranks)}
 
     def look_again(self) -> None:
         """Makes the handshake server send the answers that it has held back, if they are ready."""
@@ -533,6 +556,10 @@ class NixlConnectorScheduler(Uncopied):
             self._lease_over(rank, request_id, reason, progress)
         self._book_loads(rank, output, progress)
         return progress
+
+    def has_new_weights(self, rank: int, output: WorkerOutput) -> bool:
+        """Whether an output that `update` has not got yet reports other weights than the rank had before."""
+        return bool(output.weights) and output.weights != self._weights.get(rank, {})
 
     def _on_weights(self, rank: int, weights: dict[str, str]) -> None:
         """Records a rank's weights. If they have changed, ends the leases that the rank granted before.

@@ -181,6 +181,22 @@ def test_weights_that_change_end_the_leases_that_were_granted_before(make: Any) 
     assert wanted.named == (("adapter", "poet"),)
 
 
+def test_caches_that_are_registered_anew_have_another_incarnation_and_known_weights(make: Any) -> None:
+    scheduler = make(tp=2)
+    scheduler.offer("a")
+    with pytest.raises(InvalidTransferError, match=r"\['a'\]"):
+        scheduler.reopened("j", {"weights": "new"})
+    scheduler.abort("a", "given up")
+    for rank in range(2):
+        scheduler.update(rank, WorkerOutput(sent={"a": "given up"}))
+    scheduler.reopened("j", {"weights": "new"})
+    assert scheduler.config.incarnation == "j"
+    for rank in range(2):
+        assert not scheduler.has_new_weights(rank, WorkerOutput(weights={"weights": "new"}))
+        assert not scheduler.has_new_weights(rank, WorkerOutput())
+        assert scheduler.has_new_weights(rank, WorkerOutput(weights={"weights": "newer"}))
+
+
 def test_a_load_that_was_given_up_is_about_to_end(make: Any) -> None:
     source, reader = make(), make()
     offered(source)
