@@ -28,6 +28,8 @@ class StepMetadata(KVConnectorMetadata):
         refused: parked requests that cannot be loaded. They are reported as failed without a load.
         marker: the workers send this number back with the step's output, unless it is 0. When it has returned, all
             steps up to this one have ended, and write to no block any more.
+        resets: how often vLLM's prefix cache had been reset before this step.
+        version: the name that the user has given to the current weights; empty if it has not changed.
     """
 
     step: ConnectorMetadata = field(default_factory=ConnectorMetadata)
@@ -35,14 +37,23 @@ class StepMetadata(KVConnectorMetadata):
     finished: set[str] = field(default_factory=set[str])
     refused: set[str] = field(default_factory=set[str])
     marker: int = 0
+    resets: int = 0
+    version: str = ""
 
 
 @dataclass
 class WorkersMetadata(KVConnectorWorkerMetadata):
-    """The workers' reports after a step: each rank's output, in order of arrival, and the step's marker."""
+    """The workers' reports after a step.
+
+    Attributes:
+        outputs: each rank's output, in order of arrival.
+        marker: the marker of the step.
+        changed_after: `StepMetadata.resets` of the last step before a worker's weights changed; -1 if none did.
+    """
 
     outputs: list[tuple[int, WorkerOutput]]
     marker: int = 0
+    changed_after: int = -1
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Concatenates two reports.
@@ -51,7 +62,11 @@ class WorkersMetadata(KVConnectorWorkerMetadata):
         """
         if not isinstance(other, WorkersMetadata):
             raise TypeError(f"got worker metadata of type {type(other).__name__}; WorkersMetadata is expected")
-        return WorkersMetadata(self.outputs + other.outputs, max(self.marker, other.marker))
+        return WorkersMetadata(
+            self.outputs + other.outputs,
+            max(self.marker, other.marker),
+            max(self.changed_after, other.changed_after),
+        )
 
 
 @dataclass

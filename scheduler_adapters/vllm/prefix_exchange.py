@@ -64,7 +64,7 @@ class Prefixes(Protocol):
         ...
 
     def changed_weights(self) -> None:
-        """Called when the weights have changed."""
+        """Called when the weights have changed, and vLLM's cache may have blocks of the weights before."""
         ...
 
     def give_up(self, reason: str) -> None:

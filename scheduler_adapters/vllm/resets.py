@@ -1,4 +1,4 @@
-"""Tells the connector when vLLM's prefix cache could not be reset, because vLLM says neither who holds blocks nor when.
+"""Tells the connector when vLLM's prefix cache was reset, or could not be. vLLM does not say who holds blocks.
 
 vLLM resets its cache only if no block is in use. Blocks that a peer reads or that a pull fills are in use although no
 request of this engine runs. With `reset_running_requests` vLLM then raises a `RuntimeError`.
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 
-def watch_resets(manager: KVCacheManager, failed: Callable[[], object]) -> None:
-    """Calls `failed` whenever `manager` could not reset its prefix cache, before vLLM handles that."""
+def watch_resets(manager: KVCacheManager, done: Callable[[], object], failed: Callable[[], object]) -> None:
+    """Calls `done` whenever `manager` has reset its prefix cache, and `failed` if it could not."""
     method = manager.reset_prefix_cache
 
     @functools.wraps(method)
     def reset() -> bool:
-        if not (is_reset := method()):
-            failed()
+        is_reset = method()
+        (done if is_reset else failed)()
         return is_reset
 
     given: Any = manager

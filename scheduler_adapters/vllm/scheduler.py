@@ -33,7 +33,7 @@ from scheduler_adapters.vllm.resets import watch_resets
 from scheduler_adapters.vllm.samples import FirstSample, SharedLeases, SharedLoads, is_later_prompt
 from scheduler_adapters.vllm.sources import next_sources
 from scheduler_adapters.vllm.versions import IS_TRIED, OURS, TRIED, VLLM
-from scheduler_adapters.vllm.weights import named_adapter
+from scheduler_adapters.vllm.weights import VersionWatch, named_adapter
 from transfer.connector.config import GroupConfig
 from transfer.connector.metadata import Progress
 from transfer.connector.scheduler import NixlConnectorScheduler
@@ -94,6 +94,8 @@ class SchedulerSide:
         self._waiting: dict[str, Wanted] = {}  # requests that will read from a source, and have no blocks yet
         self._refused: set[str] = set()  # requests that cannot be loaded, and have not got their blocks from vLLM yet
         self._next = StepMetadata()
+        self._resets, self._stepped = 0, -1  # how often the prefix cache was reset: so far, and before the last step
+        self._version, self._versions = "", VersionWatch(self._on_version)
         self._counts = Counter[str]()  # counts since the last `take_counts`
         # spans of traced requests that read from a source, until their load has ended
         self._spans: dict[str, HandoverSpan] = {}
@@ -101,11 +103,28 @@ class SchedulerSide:
     def bind(self, manager: KVCacheManager) -> None:
         """Sets vLLM's block manager, which exists later than this object."""
         self.manager = manager
-        watch_resets(manager, self._on_failed_reset)
+        watch_resets(manager, self._on_reset, self._on_failed_reset)
         if self._unfit:
             say_unfit(self._unfit, self._options, self._share)
         else:
             self._prefixes = PrefixExchange(self._connector, manager, self._options, self._hash, self._share)
+
+    def _on_reset(self) -> None:
+        self._resets += 1
+
+    def _on_version(self, name: str) -> None:
+        """Handles the name that the user has given to the current weights."""
+        if name != self._version:
+            self._version = self._next.version = name
+            self._on_new_weights(self._stepped)
+
+    def _on_new_weights(self, last: int) -> None:
+        """Handles new weights. `last` says how often the cache had been reset before the last step with the old ones.
+
+        A reset since then has left no block of the old weights.
+        """
+        if self._resets <= last:
+            self._prefixes.changed_weights()
 
     def _on_failed_reset(self) -> None:
         """Handles a reset of vLLM's prefix cache that has failed, so that one of the next can succeed.
@@ -363,6 +382,7 @@ class SchedulerSide:
                 self._connector.save(request_id, blocks)
                 del self._unsaved[request_id]
         metadata, self._next = self._next, StepMetadata()
+        metadata.resets = self._stepped = self._resets
         metadata.marker = self._prefixes.step()
         metadata.step = self._connector.build_metadata()
         return metadata
@@ -374,7 +394,7 @@ class SchedulerSide:
             is_new = self._connector.has_new_weights(rank, output)
             progress = self._connector.update(rank, output)
             if is_new:  # first, because the blocks of this report's leases and pulls may have the old weights
-                self._prefixes.changed_weights()
+                self._on_new_weights(metadata.changed_after)
             self._prefixes.update(progress)
             for request_id, (fence_at, over_at) in output.times.items():
                 # every rank reports these times, but the span of a request ends only once

@@ -69,6 +69,11 @@ class LoadedWeights:
         self._loaded, self._updates = f"checkpoint {found}" if found else f"reloaded from {path}", 0
         self._name()
 
+    def versioned(self, name: str) -> None:
+        """Records the name that the user has given to the weights. It stands for them, wherever they came from."""
+        self._loaded, self._updates = f"version {name!r}", 0
+        self._name()
+
     def updated(self) -> None:
         """Records that weights came from memory, so that only the number of updates can be compared."""
         self._updates += 1
@@ -80,7 +85,7 @@ class LoadedWeights:
 
 
 _watching: weakref.WeakSet[WeightsWatch] = weakref.WeakSet()
-_wrapped: set[str] = set()  # the methods of vLLM's worker that are wrapped in this process
+_wrapped: set[str] = set()  # the methods of vLLM's worker and engine that are wrapped in this process
 
 
 class WeightsWatch:
@@ -126,3 +131,40 @@ def _told(method: Callable[..., Any], *, always_from_memory: bool) -> Callable[.
         return found
 
     return run
+
+
+_versioned: weakref.WeakSet[VersionWatch] = weakref.WeakSet()
+
+
+class VersionWatch:
+    """Calls a function when the user names the weights of an engine of this process.
+
+    vLLM 0.33 does so in `finish_weight_update(weight_version=)` and `update_weight_version`, and tells its engine but
+    no connector. The engine's method is therefore wrapped, once in a process. Older versions have no names.
+
+    Args:
+        named: gets the name. It runs on the engine's thread.
+    """
+
+    def __init__(self, named: Callable[[str], object]) -> None:
+        self.named = named
+        _wrap_engine()
+        _versioned.add(self)
+
+
+def _wrap_engine() -> None:
+    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415  (imported by every process with an engine anyway)
+
+    method: Any = getattr(EngineCore, "set_weight_version", None)
+    if method is None or "set_weight_version" in _wrapped:
+        return
+
+    @functools.wraps(method)
+    def run(engine: Any, weight_version: str) -> Any:
+        found = method(engine, weight_version)
+        for watch in list(_versioned):
+            watch.named(weight_version)
+        return found
+
+    setattr(EngineCore, method.__name__, run)
+    _wrapped.add(method.__name__)

@@ -53,14 +53,15 @@ class WorkerSide:
         self._sent: set[str] = set()  # requests whose lease ended before vLLM began to wait for its end
         self._failures: set[str] = set()
         self._output = WorkerOutput()
-        self._marker = 0
+        self._marker = self._resets = 0
+        self._changed_after = -1  # as in `WorkersMetadata`
         self._snapshot: StatsSnapshot | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Registers the tensors of this rank's layers, and starts to serve and to read."""
         self._caches = kv_caches
         self._open(kv_caches)
-        self._weights = WeightsWatch(self._set_weights)
+        self._weights = WeightsWatch(self._on_weights)
 
     def unregister(self) -> None:
         """Ends every lease and load, because the tensors are about to lose their memory. Safe to call twice."""
@@ -82,6 +83,10 @@ class WorkerSide:
     def is_asleep(self) -> bool:
         """Whether the tensors are unregistered. vLLM may run steps without requests meanwhile."""
         return self._worker is None and self._sleeps > 0 and bool(self._caches)
+
+    def _on_weights(self, named: Mapping[str, str]) -> None:
+        self._changed_after = self._resets
+        self._set_weights(named)
 
     def _set_weights(self, named: Mapping[str, str]) -> None:
         if self._worker is not None:
@@ -151,6 +156,10 @@ class WorkerSide:
 
     def start(self, metadata: StepMetadata) -> None:
         """Starts a step's work. Without memory there is none."""
+        self._resets = metadata.resets
+        if metadata.version and self._weights is not None:
+            self._weights.weights.versioned(metadata.version)
+            self._set_weights(self._weights.weights.named)
         if self.is_asleep:
             return
         self.running.start_load_kv(metadata.step)
@@ -193,7 +202,8 @@ class WorkerSide:
             return None
         output, self._output = self._output, WorkerOutput()
         marker, self._marker = self._marker, 0
-        return WorkersMetadata([(self.running.config.rank, output)], marker) if output or marker else None
+        after, self._changed_after = self._changed_after, -1
+        return WorkersMetadata([(self.running.config.rank, output)], marker, after) if output or marker else None
 
     def stats(self) -> PullStats | None:
         """Returns the figures since the last call; None if there was no event."""

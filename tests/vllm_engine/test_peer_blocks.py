@@ -12,13 +12,14 @@ import pytest
 from msgspec.structs import replace
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from scheduler_adapters.vllm.sources import hints_of
 from scheduler_adapters.vllm.weights import _digest_of_adapter
 from tests.vllm_engine.engine import Engine, Shape, expected_tokens, make_request, run_until
 from tests.vllm_engine.states import States
-from tests.vllm_engine.test_engine import PROMPT, assert_empty, served
+from tests.vllm_engine.test_engine import PROMPT, assert_empty, prefilled, served
 from tests.vllm_engine.test_weights import made, reload
 from transfer.connector import lending as block_lending
 from transfer.pull import lending
@@ -617,3 +618,73 @@ def test_samples_of_a_prompt_share_a_pull_and_each_of_several_prompts_has_its_ow
         assert computed(reader, name) == 4 + 2
     assert found(reader) == 96 * 2
     assert_empty(source, reader)
+
+
+@pytest.mark.parametrize("order", ["change, reset", "reset, change", "reset, step, change"])
+def test_new_weights_are_lent_after_a_reset_that_left_no_block_of_the_old_ones(make: Make, order: str) -> None:
+    """The workers tell of new weights in the next step only, when the cache has been reset and is filled again."""
+    source, reader = pair(make)
+    for engine in (source, reader):
+        for call in order.split(", "):
+            if call == "change":
+                reload(engine, None)
+            elif call == "reset":
+                assert engine.scheduler.reset_prefix_cache()
+            else:
+                served([engine], "step", PROMPT, 1, None)
+    served([source], "s2", PROMPT, 1, None)
+    if order == "reset, step, change":
+        reader.scheduler.reset_prefix_cache()
+    assert asked([source, reader], "r", PROMPT, [source_of(source)]) == expected_tokens(PROMPT, 3, reader.shape)
+    assert found(reader) == (0 if order == "reset, step, change" else 96)
+
+
+def name_weights(engine: Engine, name: str) -> None:
+    """Does what vLLM's engine does in its own process when the user names the weights."""
+    engine.connector._scheduling._versions.named(name)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_weights_with_the_same_name_are_the_same(make: Make, reset: bool, tp_size: int) -> None:
+    """One engine has got two updates, the other only one, as it started later."""
+    source = make("kv_both", Shape(extra=EXTRA, tp_size=tp_size))
+    reader = make("kv_both", Shape(extra=EXTRA))
+    served([source], "s", PROMPT, 1, None)
+    for engine in (source, source, reader):
+        reload(engine, None)
+    assert source.scheduler.reset_prefix_cache()
+    name_weights(source, "v2")
+    served([source], "s2", PROMPT, 1, None)
+    asked([source, reader], "r", PROMPT, [source_of(source)])
+    assert found(reader) == 0, "the reader's weights have no name"
+    name_weights(reader, "v2")
+    reader.scheduler.reset_prefix_cache()
+    time.sleep(1.1)  # a source that has refused is left alone for a second
+    asked([source, reader], "r2", PROMPT, [source_of(source)])
+    assert found(reader) == 96
+    for engine in (source, reader):
+        name_weights(engine, "v3")
+    reader.scheduler.reset_prefix_cache()
+    if reset:
+        assert source.scheduler.reset_prefix_cache()
+        served([source], "s3", PROMPT, 1, None)
+    time.sleep(1.1)
+    asked([source, reader], "r3", PROMPT, [source_of(source)])
+    assert found(reader) == (96 * 2 if reset else 96), "the source's blocks are of v2"
+    reload(source, None)
+    params = prefilled(source, "p", PROMPT[::-1])
+    assert served([source, reader], "d", PROMPT[::-1], 3, params) == [], "an update after the name"
+    name_weights(source, "v4")
+    name_weights(reader, "v4")
+    params = prefilled(source, "p2", PROMPT[3:])
+    assert served([source, reader], "d2", PROMPT[3:], 3, params) == expected_tokens(PROMPT[3:], 3, reader.shape)
+
+
+def test_vllms_engine_tells_the_name_of_its_weights(make: Make) -> None:
+    engine = make("kv_both", Shape(extra=EXTRA))
+    core = object.__new__(EngineCore)
+    core.set_weight_version("step 7")
+    assert core.get_weight_version() == "step 7"
+    served([engine], "r", PROMPT, 1, None)
+    assert engine.workers[0]._working._weights.weights.named == {"weights": "version 'step 7'"}
