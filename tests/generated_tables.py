@@ -10,12 +10,16 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from tests import deploy_page, metrics_page
+from tests import deploy_page, metrics_page, vllm_features
 from tests.scheduler_adapters.front import routers
 
-PAGES = (deploy_page.PAGE, metrics_page.PAGE, deploy_page.ROOT / "docs/guides/routers.md")
+PAGES = (
+    deploy_page.PAGE,
+    metrics_page.PAGE,
+    *(deploy_page.ROOT / "docs" / page for page in ("guides/routers.md", "engines/vllm.md")),
+)
 TABLES: dict[str, Callable[[], str]] = {name: partial(deploy_page.table, name) for name in deploy_page.OPTIONS}
-TABLES |= {"metrics": metrics_page.table, "routers": routers.table}
+TABLES |= {"metrics": metrics_page.table, "routers": routers.table, "features": vllm_features.table}
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
 
 

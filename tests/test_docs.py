@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests import vllm_features
 from tests.generated_tables import PAGES as GENERATED
 from tests.generated_tables import TABLES, tables_in, with_tables, without_tables
 from tests.programs import ROOT, printed_by
@@ -69,6 +70,10 @@ def test_the_pages_are_as_short_as_they_may_be() -> None:
 def test_the_tables_of_a_page_are_those_of_the_code(page: Path) -> None:
     written = page.read_text()
     assert with_tables(written) == written, "the code has changed: run `python -m tests.generated_tables`"
+
+
+def test_every_feature_of_vllm_names_tests_that_exist() -> None:
+    assert not vllm_features.missing()
 
 
 def test_every_table_is_on_a_page_and_is_counted_by_no_limit() -> None:

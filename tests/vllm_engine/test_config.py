@@ -147,6 +147,7 @@ def test_channels_that_are_no_groups_are_refused(tmp_path: Path) -> None:
         (attention(num_kv_heads=1), ["layer.0"], {"tensor_parallel_size": 2}, "each of 2 ranks has 1 heads"),
         (attention(head_size=3, head_size_v=4), ["layer.0"], {}, "7 elements"),
         (attention(tokens_per_state=2), ["layer.0"], {}, "a state has 2 tokens"),
+        (state((3, 160), (8, 16, 16), num_speculative_blocks=3), ["layer.0"], {}, "3 speculative blocks of a state"),
         (CHUNKED, ["layer.0"], {}, "caches of type ChunkedLocalAttentionSpec are not supported"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
