@@ -2,7 +2,7 @@
 
 The KV of this model is a number for each token, which depends on the weights and on all tokens before. So each answer
 shows which weights its cache is of. The loop says once that the weights have changed. It never clears the cache, and no
-request finds pages of other weights.
+request finds pages of other weights, unless it asks for them.
 
     python examples/weights.py
 """
@@ -83,6 +83,14 @@ def main() -> None:
     manager.set_weights("step 1")
     cached = manager.admission(TextContext([*PROMPT, 9, 9, 9, 9], 64)).cached_pages * PAGE_SIZE
     print(f"rollback to step 1: {cached} of 12 tokens are cached")
+
+    manager.set_weights("step 3")
+    stale = TextContext([*PROMPT, 9], 64, "stale", max_staleness=1)  # it may use pages of the version before
+    manager.external_claim("stale")
+    run(manager, stale, step=3)
+    told = {version: tokens for _, tokens, version in manager.lineage("stale")}
+    right = "right" if last_kv(manager, stale) == expected(stale, 1, 3, told[first]) else "wrong"
+    print(f"max_staleness=1: {told[first]} of 9 tokens are of step 1, and the answer is {right}")
 
 
 if __name__ == "__main__":

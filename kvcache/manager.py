@@ -650,9 +650,10 @@ class PagedKVCacheManager(Uncopied):
     def lineage(self, request_id: RequestID) -> tuple[tuple[int, int, bytes | None], ...]:
         """Returns which of the request's computed tokens are of which version: `(first token, tokens, version)`.
 
-        A page during which the weights changed counts for the later version, and so do the tokens that were not in a
-        full page when they changed. The same holds for an import that was not committed by then, and for pages from
-        lower tiers if `step` has not been called since they were found. The result is empty if nothing is computed.
+        Cached pages that the request uses count for the version that computed them (`TextContext.max_staleness`). A
+        page during which the weights changed counts for the later version, and so do the tokens that were not in a full
+        page when they changed. The same holds for an import that was not committed by then. The result is empty if
+        nothing is computed.
         """
         self._mark.check_books("lineage")
         replica, _, row = self._claims.locate(request_id, "lineage")
@@ -661,25 +662,28 @@ class PagedKVCacheManager(Uncopied):
     def set_weights(self, version: Version, running: Running = "finish") -> None:
         """Say that the model has other weights from now on, on all replicas at once.
 
-        `version` names the weights: a number below 2**128, 1 to 16 bytes, or a text. From now on no request finds pages
-        or states of another version, on the device or in any tier. No page is dropped. If an earlier version is set
-        again, its pages are found again as far as they are still there. The call takes microseconds, however many pages
-        there are, and may come at any time. A step counts for the new version unless `step` was called for it before.
+        `version` names the weights: a number below 2**128, 1 to 16 bytes, or a text. From now on, only requests that
+        allow it (`TextContext.max_staleness`) find pages or states of another version, on the device or in any tier. No
+        page is dropped. If an earlier version is set again, its pages are found again as far as they are still there.
+        The call visits no page. It takes microseconds, and some more for each request with "recompute" and "stop". The
+        first one allocates 8 bytes for each page. It may come at any time. A step counts for the new version unless
+        `step` was called for it before.
 
         `running` says what becomes of requests that have pages:
 
         - "finish": they keep their pages and run on, so that their KV is of both versions. The pages that they fill
           from now on are found by nobody but their forks.
         - "recompute": their next `maybe_reserve` or `reserve_batch` gives their pages back, as a preemption does. They
-          then run from the start, or from a hit of the current version. Until then, `fetch` raises `NotReservedError`.
+          then run from the start, or from a hit, as a new request would. Until then, `fetch` raises `NotReservedError`.
           If a lease keeps a request's recurrent state, and there is no room for another state, that call raises
           `NoFreeStatePageError` and changes nothing.
         - "stop": every later call for them that would run them raises `WeightsChangedError` until they are released.
 
         Pages of other versions are evicted first: those that are idle already are the oldest, and those that become
-        idle later go before them. Only pages above a tenant's quota are evicted even earlier. After a rollback, idle
-        pages keep their places in this order. KV events do not name versions. So a router that compares tokens itself
-        counts pages of before until they are evicted, and a request that it sends there computes its prompt.
+        idle later go before them. Only pages above a tenant's quota are evicted even earlier. A page with a retention
+        hint, and one that a request with `max_staleness` has used since the switch, keeps its turn. After a rollback,
+        idle pages keep their places in this order. KV events do not name versions. So a router that compares tokens
+        itself counts pages of before until they are evicted, and a request that it sends there computes its prompt.
 
         Steps in flight, leases and imports go on with the pages that they have. Leases keep these, whatever the request
         does. An import that is committed later counts as a request that ran before.

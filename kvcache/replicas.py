@@ -79,22 +79,37 @@ class Replicas:
         claimed = [len(replica.rows.row_of) for replica in self.each]
         if self._router.routing.rule != "prefix":
             chosen = self._router.without_looking(claimed)
-            found = self.each[chosen].find(context)
+            stale = context.staleness and one.caching
+            hasher = self._hashers(context, self.each[chosen : chosen + 1])[0] if stale else None
+            found = self.each[chosen].find(context, hasher=hasher)
             new, fits = self._fits(chosen, context, length, found)
             return Admission(chosen, found.end, new, fits)
-        # The prompt is hashed once for all replicas, even if the context cannot carry the hasher.
-        hasher = one.hasher(None, context) if one.caching else None
-        found = [replica.find(context, hasher=hasher) for replica in self.each]
+        if context.staleness and one.caching:
+            hashers = self._hashers(context, self.each)
+            found = [replica.find(context, hasher=of_it) for replica, of_it in zip(self.each, hashers, strict=True)]
+        else:
+            # The prompt is hashed once for all replicas, even if the context cannot carry the hasher.
+            hasher = one.hasher(None, context) if one.caching else None
+            found = [replica.find(context, hasher=hasher) for replica in self.each]
         missing, fits = zip(*(self._fits(at, context, length, one) for at, one in enumerate(found)), strict=True)
         chosen = self._router.recommend(missing, claimed, fits)
         return Admission(chosen, found[chosen].end, missing[chosen], fits[chosen])
+
+    def _hashers(self, context: SafeContext, replicas: Sequence[Replica]) -> list[PrefixHasher]:
+        """Returns the hasher by which the new request finds the longest prefix of each replica."""
+        if not context.staleness:
+            return [replicas[0].hasher(None, context)] * len(replicas)
+        candidates = replicas[0].candidates(context)
+        found = [candidates.best(replica.reach) for replica in replicas]
+        candidates.keep(found[0])
+        return found
 
     def prefetch(self, context: SafeContext) -> bool:
         """Begin to load the request's pages into the host tier. Returns whether any pages are on their way."""
         if not self.each[0].fetches:
             return False
-        hasher = self.each[0].hasher(None, context)
-        most = max(self.each, key=lambda replica: replica.find(context, hasher=hasher).reached)
+        found = list(zip(self.each, self._hashers(context, self.each), strict=True))
+        most, hasher = max(found, key=lambda one: one[0].find(context, hasher=one[1]).reached)
         digests = hasher.digests(context.tokens, 0, (context.end_idx - 1) // hasher.page_size)
         return most.fetch_prefix(digests, wait=False)
 
@@ -326,12 +341,8 @@ class Replicas:
         numbers = self.rows.weights.numbers
         counts = np.zeros(len(numbers) + 1, np.int64)
         for replica in self.each:
-            versions, published = replica.pool.versions, replica.pool.index.published
-            if versions is None:
-                counts[0] += np.count_nonzero(published)
-            else:
-                of = versions.of[published]
-                counts += np.bincount(np.where(of < 0, len(numbers), of), minlength=len(counts))
+            of = replica.pool.versions.numbers(replica.pool.index.published.nonzero()[0])
+            counts += np.bincount(np.where(of < 0, len(numbers), of), minlength=len(counts))
         found = {version: int(counts[number]) for version, number in numbers.items()}
         found[self.rows.weights.version] = found.pop(self.rows.weights.version)  # the most recent one comes last
         return found

@@ -16,10 +16,16 @@ which version:
 
 Pages 0 and 1 have the names that every request under "a" gives them. The names of the later pages contain a random
 mark, because their KV depends on where the switch came. So no other request finds them.
+
+A new request may ask for pages of earlier versions (`TextContext.max_staleness`). Its own pages begin exactly after
+those that it found, so their KV is a function of tokens and segments alone. Their names contain the old prefix and the
+new version, but no mark. So all samples of one prompt share them, and a request under one version never does.
 """
 
 import hashlib
 import os
+import struct
+from collections.abc import Iterator
 from typing import Literal, NamedTuple, get_args
 
 from kvcache.arguments import integer, refusal
@@ -44,7 +50,8 @@ class Segment(NamedTuple):
 
     Attributes:
         version: the version, as `version_bytes` returns it.
-        mark: random bytes, known to this request and its forks; empty if every request may share the pages.
+        mark: random bytes, known to this request and its forks; empty if every request with the same segments may
+            share the pages.
     """
 
     first_page: int
@@ -71,6 +78,8 @@ class Weights:
         now: the lineage of a request whose pages are all of the current version.
         before: the version before the last switch.
         numbers: a number for each version that was current, in the order in which they came first, from 0.
+        left: for each version that is not current any more, how many switches had come before the one that replaced it
+            last. The most recent one comes last. A version that has returned keeps its old entry.
 
     Examples:
         >>> weights = Weights("step 1")
@@ -87,6 +96,7 @@ class Weights:
         self.now = Lineage((Segment(0, version_bytes("weights", version)),), 0)
         self.before = self.version
         self.numbers: dict[bytes | None, int] = {self.version: 0}
+        self.left: dict[bytes | None, int] = {}
 
     @property
     def version(self) -> bytes | None:
@@ -99,8 +109,28 @@ class Weights:
         if found != self.version:
             self.before = self.version
             self.numbers.setdefault(found, len(self.numbers))
+            self.left.pop(self.version, None)
+            self.left[self.version] = self.now.switches
             # One assignment, so that an interrupt finds either the old version or the new one.
             self.now = Lineage((Segment(0, found),), self.now.switches + 1)
+
+    def recent(self, most: int) -> Iterator[bytes | None]:
+        """Returns the earlier versions that are at most `most` switches old, the newest first.
+
+        A version is as old as the number of switches since it was last current. So the version before the last switch
+        is one switch old, and a rollback makes a version current again, whose age is then 0.
+
+        >>> weights = Weights(1)
+        >>> for version in (2, 3, 1, 4):
+        ...     weights.switch(version)
+        >>> [version[-1] for version in weights.recent(2)]
+        [1, 3]
+        """
+        for version, epoch in reversed(self.left.items()):
+            if self.now.switches - epoch > most:
+                return
+            if version != self.version:
+                yield version
 
     def gone_on(self, lineage: Lineage, committed: int) -> Lineage:
         """Returns the lineage of a request of before a switch that goes on under the current version.
@@ -147,22 +177,49 @@ def check_running(running: object) -> Running:
     raise refusal("set_weights: running", running, f"one of {', '.join(known)}", InvalidRequestError)
 
 
-def own_keys(segments: Segments, page_size: int) -> tuple[tuple[int, bytes], ...]:
-    """Returns the extra keys that keep the pages of a request's marked segments to itself: `(position, key)`."""
+def followed_by(segments: Segments, end: int, version: bytes | None) -> Segments:
+    """Returns the segments of the first `end` pages of `segments`, followed by pages of `version`."""
+    kept = tuple(segment for segment in segments if segment.first_page < end)
+    if kept and kept[-1].version == version and not kept[-1].mark:
+        return kept
+    return *kept, Segment(end, version)
+
+
+def has_keys(segments: Segments) -> bool:
+    """Whether something besides the first version and the tokens names some of these pages (`keys_of`)."""
+    last = segments[-1]
+    return bool(last.mark or last.first_page)
+
+
+def keys_of(segments: Segments, page_size: int) -> tuple[tuple[int, bytes], ...]:
+    """Returns what names the pages of each segment besides the first version and the tokens: `(position, key)`.
+
+    The keys of different segments are different: the first byte of a key is the length of its mark.
+    """
     return tuple(
-        (segment.first_page * page_size, b"weights\0" + segment.mark + (segment.version or b""))
-        for segment in segments
-        if segment.mark
+        (one.first_page * page_size, struct.pack("B", len(one.mark)) + one.mark + _of_version(one.version))
+        for one in segments
+        if one.mark or one.first_page
     )
 
 
-def last_name(segments: Segments, page: int | None = None) -> bytes:
-    """Returns the name of the segment of `page`, or of the last segment: its version and its mark.
+def _of_version(version: bytes | None) -> bytes:
+    return b"" if version is None else b"=" + version
 
-    The name is empty if no version was given. It tells the weights of tokens that no digest covers.
+
+def last_name(segments: Segments, page: int | None = None) -> bytes:
+    """Returns the name of the segment of `page`, or of the last segment. It tells the weights of the last tokens.
+
+    It is the version, which is empty if none was given. If the pages before are of other versions, or only one request
+    knows the pages, a digest of all segments up to this one follows.
     """
-    segment = segments[-1] if page is None else [one for one in segments if one.first_page <= page][-1]
-    return (segment.version or b"") + segment.mark
+    if page is not None:
+        segments = tuple(one for one in segments if one.first_page <= page)
+    version = segments[-1].version or b""
+    if not has_keys(segments):
+        return version
+    every = _of_version(segments[0].version) + repr(keys_of(segments, 1)).encode()
+    return version + hashlib.sha256(every).digest()[:_BYTES]
 
 
 def named_version(name: bytes | None) -> str:

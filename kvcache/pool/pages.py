@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from kvcache.errors import InvariantError
 from kvcache.eviction_order import BY_TURN, EvictionOrder, Pages
 from kvcache.pool.index import INDEX, NO_PAGE, Digests, PrefixIndex
-from kvcache.pool.journal import BY_RESET, Indices, PageReader
+from kvcache.pool.journal import BY_RESET
 from kvcache.pool.lru_order import LruOrder
+from kvcache.pool.versions import PageVersions, SeveralVersions
 
 _ONE = np.array(1, np.int32)  # an array, because numpy takes twice as long with a Python int
 
@@ -98,7 +99,7 @@ class PagePool:
         self.evictions = 0
         self.journal = self.index.journal
         self.moves = PageMoves()
-        self.versions: VersionNumbers | None = None  # the version of each page, after the weights have changed once
+        self.versions = PageVersions()  # the version of the weights of each page
         # For each step in flight, oldest first: the pages that were released while that step was the newest.
         self.parked: list[list[NDArray[np.intp]]] = []
 
@@ -112,10 +113,10 @@ class PagePool:
 
         The first version has the number 0. Pages of other versions that become idle are evicted before all others.
         """
-        if self.versions is None:
-            self.versions = VersionNumbers(self.num_pages)
-            self.journal.read(self.versions)
-        self.versions.now = number
+        if not self.versions.differ:
+            self.versions = versions = SeveralVersions(self.num_pages)
+            self.journal.read(versions)
+        self.versions.begin(number)
 
     def follow(self, order: EvictionOrder) -> None:
         """Use `order` as the eviction order. It must hold exactly the pages that are idle now."""
@@ -395,40 +396,16 @@ class PagePool:
         published = self.index.published[pages]
         every = np.count_nonzero(published) == len(published)
         idle = pages if every else pages[published]
-        if self.versions is None:
-            self.idle.append(idle)
-        else:
-            old = self.versions.of[idle] != self.versions.now
-            if np.count_nonzero(old):
-                self.idle.append_old(idle[old])
-                idle = idle[~old]
-            self.idle.append(idle)
+        if self.versions.differ and np.count_nonzero(old := self.versions.are_old(idle)):
+            self.idle.append_old(idle[old])
+            idle = idle[~old]
+        self.idle.append(idle)
         if not every:
             self._push_fresh(pages[~published])
 
     def _push_fresh(self, pages: Pages | NDArray[np.intp]) -> None:
         self._fresh[self._fresh_count : self._fresh_count + len(pages)] = pages
         self._fresh_count += len(pages)
-
-
-class VersionNumbers(PageReader):
-    """The number of the version of the weights under which each page was published: int32 `[num_pages + 1]`.
-
-    Attributes:
-        of: the numbers.
-        now: the number of the current version.
-    """
-
-    NO_VERSION = -1
-    """The number of a page of several versions, which only one request and its forks find."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.of = np.zeros(num_pages + 1, np.int32)
-        self.now = 0
-
-    def changed(self, pages: Indices | int, come: bool, digests: Digests | int) -> None:  # noqa: ARG002 - any pages
-        if come:
-            self.of[pages] = self.now
 
 
 class HeldPages(NamedTuple):

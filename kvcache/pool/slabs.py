@@ -246,8 +246,7 @@ class SlabPool(PagePool):
             targets = self.allocate(len(held))
             self.holders[targets] = self.holders[held]
             self.moves.move(held, targets)
-            if self.versions is not None:
-                self.versions.of[targets] = self.versions.of[held]
+            self.versions.moved(held, targets)
             self.idle.moved(held, targets)
             self.holders[held] = 1
             self.moved += len(held)

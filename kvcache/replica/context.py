@@ -29,9 +29,9 @@ FUTURE_TOKEN = -999
 class Context(Protocol):
     """The interface through which the manager reads and changes a request. `TextContext` documents each member.
 
-    An object may also have these optional attributes: `cache_salt` (str), `extra_keys` (`ExtraKeys`), `retention`
-    (`Retention`), `computed_idx`, and `prefix_hasher`. `prefix_hasher` must be None at first. While a request waits or
-    is preempted, the manager keeps the hashes of the request's pages in it.
+    An object may also have these optional attributes: `cache_salt` (str), `extra_keys` (`ExtraKeys`), `max_staleness`
+    (int), `retention` (`Retention`), `computed_idx`, and `prefix_hasher`. `prefix_hasher` must be None at first. While
+    a request waits or is preempted, the manager keeps the hashes of the request's pages in it.
 
     `cache_salt` and `extra_keys` may change until the request gets pages. From then on they must stay the same until
     the request is released. If they do change, `maybe_reserve`, `step` and imports refuse the context.
@@ -98,13 +98,15 @@ class TextContext:
         extra_keys: `(position, key)` for each input other than tokens. The KV of the token at `position`, and of all
             later tokens, depends on this input. Examples are the name of a LoRA adapter (position 0) and the digest of
             an image (the position of its first token). Requests share pages only if their keys are equal, too.
+        max_staleness: the request may use cached pages of weights that are at most so many switches old
+            (`PagedKVCacheManager.set_weights`). It counts when the request gets its first pages.
 
     A copy (`copy`, `pickle`) has its own tokens and indices, and is a separate object for the same request. The manager
     accepts it if the request has no pages yet. `fork` makes a context for another request.
 
     Raises:
         InvalidRequestError: (a ValueError) tokens that are empty, not 1-D, not integers, or out of range; an id or salt
-            that is not a string, or not valid UTF-8; keys of the wrong shape; an invalid retention.
+            that is not a string, or not valid UTF-8; keys of the wrong shape; an invalid retention or staleness.
         SequenceTooLongError: (a RuntimeError) more tokens than `max_length`.
 
     Examples:
@@ -119,6 +121,7 @@ class TextContext:
     __slots__ = (
         *("__weakref__", "_active", "_buffer", "_cells", "_counts", "_end", "_flight", "_leader", "_member"),
         *("_start", "_until", "hint", "max_length", "named", "prefix_hasher", "request_id"),
+        "staleness",
     )
 
     _cells: "memoryview[int]"  # of `_buffer`, because assigning an item of it takes half the time; valid below `_until`
@@ -133,6 +136,7 @@ class TextContext:
         cache_salt: str | None = None,
         retention: Retention | None = None,
         extra_keys: Sequence[tuple[int, bytes]] = (),
+        max_staleness: int = 0,
     ) -> None:
         if request_id is not None:
             check_request_id(request_id, "TextContext")
@@ -150,6 +154,7 @@ class TextContext:
         # identity test shows that neither has changed.
         self.named = (checked_salt(self.request_id, cache_salt), checked_keys(self.request_id, extra_keys))
         self.retention = retention
+        self.max_staleness = max_staleness
         self._buffer = checked_tokens(self.request_id, tokens)
         count = len(self._buffer)
         if count > self.max_length:
@@ -190,6 +195,15 @@ class TextContext:
         kinds = (Retention, type(None))
         # The manager reads `hint` instead of the property `retention`, because the property takes three times as long.
         self.hint = of_kind(name, retention, kinds, "a Retention or None", InvalidRequestError)
+
+    @property
+    def max_staleness(self) -> int:
+        return self.staleness
+
+    @max_staleness.setter
+    def max_staleness(self, switches: int) -> None:
+        # The manager reads `staleness`, as it reads `hint`.
+        self.staleness = checked_staleness(self.request_id, switches)
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -383,7 +397,7 @@ class TextContext:
         return plain, slots
 
     def fork(self, request_id: RequestID | None = None) -> "TextContext":
-        """Returns a context of another request with the same tokens, indices, salt and keys.
+        """Returns a context of another request with the same tokens, indices, salt, keys and `max_staleness`.
 
         While a step is in flight, the new context has only the known tokens, and runs from the end of the computed
         tokens.
@@ -392,6 +406,7 @@ class TextContext:
         if tokens[-1] == FUTURE_TOKEN:
             tokens, active = tokens[:-1], len(tokens) - 1
         twin = TextContext(tokens, self.max_length, request_id, self.cache_salt, self.retention, self.extra_keys)
+        twin.staleness = self.staleness
         twin.set_token_indices(start_idx=start, active_idx=active)
         twin.prefix_hasher = None if self.prefix_hasher is None else self.prefix_hasher.copy()
         return twin
@@ -500,7 +515,7 @@ class ReadContext:
 
     __slots__ = (
         *("_began", "_hasher", "active_idx", "end_idx", "hint", "named", "own", "refused"),
-        *("request_id", "start_idx", "tokens"),
+        *("request_id", "staleness", "start_idx", "tokens"),
     )
 
     def __init__(self, own: Context) -> None:
@@ -517,6 +532,7 @@ class ReadContext:
         if self.tokens.dtype.itemsize >= 4 and self.tokens.dtype != np.int32:
             _refuse_wide(self.request_id, self.tokens)
         self.named = salt_and_keys(own)
+        self.staleness = checked_staleness(self.request_id, getattr(own, "max_staleness", 0))
         hint: object = getattr(own, "retention", None)
         self.hint = hint if isinstance(hint, Retention) else None  # an invalid hint is no reason to refuse the call
         hasher: object = getattr(own, "prefix_hasher", None)
@@ -651,6 +667,11 @@ def checked_keys(request_id: str, keys: object) -> ExtraKeys:
     return tuple(found)
 
 
+def checked_staleness(request_id: str, switches: object) -> int:
+    """Returns `switches`, at least 0, as an int. Raises `InvalidRequestError` if it is not one."""
+    return whole(f"request {request_id!r}: max_staleness", switches, 0, error=InvalidRequestError)
+
+
 HasherOfRow = Callable[[int, SafeContext], PrefixHasher]
 """Returns the hasher of a request, given its row and context."""
 
@@ -696,6 +717,7 @@ def check_context(context: object, call: str) -> None:
             f"{call}: {shown(context)} is not a request context, or its indices do not fit its tokens"
         )
     salt_and_keys(cast("Context", context))
+    checked_staleness(cast("Context", context).request_id, getattr(context, "max_staleness", 0))
 
 
 def check_fork(parent: Context, child: Context, computed: int) -> None:

@@ -23,13 +23,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvcache.params import HashAlgorithm
-from kvcache.weights import UNSAID, Segments, own_keys
+from kvcache.weights import UNSAID, Segments, keys_of
 
 ExtraKeys = tuple[tuple[int, bytes], ...]
 """`(position, key)` of each input other than tokens. The KV of the token at `position` and of all later tokens depends
 on it.
 """
 DIGEST_BYTES: dict[HashAlgorithm, int] = {"sha256": 32, "blake3": 32, "xxh3_128": 16}
+_OF_WEIGHTS = 1 << 31
+"""This bit of a key's length says that the key belongs to a segment. Keys of contexts are shorter than that."""
 _TOKEN, _WORD = np.dtype("<i4"), np.dtype(np.uint64)
 _AT_ONCE = 1 << 17
 """The largest number of tokens that one call to the C code hashes. Computing a digest counts as 16 tokens. No other
@@ -93,8 +95,8 @@ class PrefixHasher:
     """
 
     __slots__ = (
-        *("algorithm", "extra_keys", "fitted", "keys_left", "known", "matches", "named", "page_size", "running"),
-        *("salt", "segments", "width"),
+        *("algorithm", "extra_keys", "fitted", "keys_left", "known", "matches", "named", "others", "page_size"),
+        *("running", "salt", "segments", "width"),
     )
 
     def __init__(
@@ -112,9 +114,12 @@ class PrefixHasher:
         self.named = salt, extra_keys  # what the context gives
         # the lineage of the pages for which a replica has last found that this hasher `fits`
         self.fitted: object = None
-        # Everything that is hashed besides tokens: the context's keys, and those of segments that nobody else shares.
-        own = own_keys(segments, page_size) if segments[-1].mark else ()  # the last one has a mark if any has
+        # Everything that is hashed besides tokens: the context's keys, and those of segments. The first segment of an
+        # ordinary request has none, and neither has the last one then.
+        own = keys_of(segments, page_size) if segments[-1].mark or segments[-1].first_page else ()
         self.extra_keys = (*(extra_keys or ()), *own) if own else extra_keys
+        # the request's hashers for other segments, as long as it may choose among them (`Candidates`)
+        self.others: dict[Segments, PrefixHasher] = _NO_OTHERS
         self.width = DIGEST_BYTES[algorithm]
         self._begin()
         # The last lookup in each prefix index or tier: the generation at the lookup, the first and the last page that
@@ -155,9 +160,11 @@ class PrefixHasher:
         return len(self.known) // self.width * self.page_size
 
     def _keys_to_come(self) -> list[tuple[int, bytes]]:
+        own = [(position, key, _OF_WEIGHTS) for position, key in keys_of(self.segments, self.page_size)]
+        every = own + [(position, key, 0) for position, key in self.named[1] or ()]
         return [
-            (position // self.page_size, struct.pack("<iII", -1, position, len(key)) + key)
-            for position, key in sorted(self.extra_keys or (), reverse=True)
+            (position // self.page_size, struct.pack("<iII", -1, position, len(key) | kind) + key)
+            for position, key, kind in sorted(every, reverse=True)
         ]
 
     def copy(self) -> "PrefixHasher":
@@ -165,7 +172,7 @@ class PrefixHasher:
         twin = copy(self)
         twin.running = twin.running.copy()
         twin.known = _known(twin.running, self.known)
-        twin.keys_left, twin.matches = self.keys_left[:], {}
+        twin.keys_left, twin.matches, twin.others = self.keys_left[:], {}, _NO_OTHERS
         return twin
 
     def digests(self, tokens: NDArray[np.integer[Any]], first: int, last: int) -> NDArray[np.uint64]:
@@ -206,6 +213,9 @@ class PrefixHasher:
         digest = running.digest
         # Each page takes only two Python calls, because a prompt may have thousands of pages.
         self.known += b"".join([digest() for _ in map(running.update, page_rows(tokens, size))])
+
+
+_NO_OTHERS: dict[Segments, PrefixHasher] = {}  # never changed
 
 
 @functools.lru_cache(maxsize=256)

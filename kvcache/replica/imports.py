@@ -482,8 +482,8 @@ def finish_pages(replica: Replica, pending: PendingImport, proof: ImportProof | 
     written = pending.written[: stop - first]
     is_new = pool.index.publish(written, names) == written
     pages, names = written[is_new], names[is_new]
-    if pool.versions is not None:  # the weights may have changed since this import began
-        pool.versions.of[pages] = replica.weights.numbers[hasher.segments[0].version]
+    # the weights may have changed since this import began
+    pool.versions.name(pages, replica.weights.numbers[hasher.segments[0].version])
     pool.hold(pages)
     replica.hints.brought(pages, hasher.salt, names[:, 0])
     replica.imports.commit(pending)

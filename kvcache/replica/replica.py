@@ -18,8 +18,9 @@ from kvcache.events.log import AnyLog, NoLog
 from kvcache.layer_groups import LayerTables
 from kvcache.params import HashAlgorithm, KVCacheParams
 from kvcache.pool.index import NO_PAGE, Digests
-from kvcache.pool.pages import PagePool, VersionNumbers
+from kvcache.pool.pages import PagePool
 from kvcache.pool.pages_below import PagesBelow
+from kvcache.pool.versions import NO_VERSION
 from kvcache.replica.context import ContextIndices, HasherOfRow, SafeContext
 from kvcache.replica.copier import ImportBook
 from kvcache.replica.hashing import ExtraKeys, PrefixHasher
@@ -29,10 +30,11 @@ from kvcache.replica.one_table import OneTable
 from kvcache.replica.policy import ReplicaPolicy
 from kvcache.replica.resume import Found, Reservation
 from kvcache.replica.rows import NEVER, BlockRows, Filled, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
+from kvcache.replica.staleness import Candidates
 from kvcache.replica.tables import RowTables
 from kvcache.types import KVCacheMetrics, RequestID
 from kvcache.under_way import UnderWay
-from kvcache.weights import STOP, Lineage, named_version
+from kvcache.weights import STOP, Lineage, followed_by, named_version
 
 MakeKept = Callable[[RowTables, HasherOfRow], Kept]
 
@@ -140,10 +142,8 @@ class Replica:
         """
         rows, size = self.rows, self.page_size
         have = rows.num_pages_of[row]
-        start, active, known = indices
-        length, decodes = known + num_steps - 1, active - start == 1
-        if not have:
-            start = 0
+        before, active, known = indices
+        length, decodes, start = known + num_steps - 1, active - before == 1, before if have else 0
         if length > self._always_fits:
             self.refuse_long(context, length, start)
         if have and decodes:
@@ -164,11 +164,61 @@ class Replica:
         if have or row in self.imports.of_row or row in self.imports.to_give_back:
             self.refuse_reservation(row, context, "maybe_reserve")
             self.refuse_renamed(row, context)
+        if context.staleness and not have and self.caching and self.weights.now.switches:
+            return self._reserve_stale(row, context, indices, length)
         if have and decodes:  # the request only decodes, so there is nothing to look up
             plan = self.tables.plan(row, indices, length, start, self.tables.nothing(rows.committed_of[row]))
         else:
             plan = self._plan(row, context, indices, length, start)
         return self.act(row, context, indices, plan)
+
+    def _reserve_stale(self, row: int, context: SafeContext, indices: ContextIndices, length: int) -> int | None:
+        """Do the same as `reserve` for a row without pages, whose request may use pages of earlier weights."""
+        candidates = self.candidates(context)
+        candidates.keep(chosen := candidates.best(self.reach))
+        switches, version, taken = self.weights.now.switches, self.weights.version, None
+        # The row has the lineage of what it looks for, and then of what it has found.
+        self._lineages[row] = Lineage(chosen.segments, switches)
+        try:
+            plan = self._plan(row, context, indices, length, 0)
+            segments = followed_by(chosen.segments, plan.cached // self.page_size, version)
+            candidates.keep(candidates.of(segments))
+            self._lineages[row] = Lineage(segments, switches)
+            self._use(chosen.digests(context.tokens, 0, plan.cached // self.page_size))
+            taken = self.act(row, context, indices, plan)
+        finally:
+            if taken is None:
+                self._lineages.pop(row, None)
+        return taken
+
+    def _use(self, digests: Digests) -> None:
+        """Let the pages and states with these digests be evicted in their turn, whatever their version is."""
+        self.pool.versions.use(self.tables.pages_of(digests))
+        for pool in self.kept.pools:
+            pool.versions.use(pool.index.find(digests))
+
+    def candidates(self, context: SafeContext) -> Candidates:
+        """Returns the hashers by which a request without pages may find pages of this replica and its tiers."""
+        return Candidates(context, self.weights, self.hash_algorithm, self.page_size)
+
+    def reach(self, context: SafeContext, hasher: PrefixHasher) -> int:
+        """Returns how many pages a new request can use under the names of `hasher`, from this device or a lower tier.
+
+        A remote store is asked what it has, and its answer counts when it has come.
+        """
+        last = (context.end_idx - 1) // self.page_size
+        if not last:
+            return 0
+        if not self.tier.keeps:
+            first = hasher.digests(context.tokens, 0, 1)
+            if self.tables.keeps_prefix and not self.pool.index.may_have(first):
+                return 0
+            return self.find(context, hasher=hasher).end
+        digests = hasher.digests(context.tokens, 0, last)
+        if self.tier.asks:
+            self._ask(digests, 0, wait=False)
+        ends = self.kept.ends(digests, anywhere=True)
+        return self.tables.from_below(digests, self.tier.has, ends).pages
 
     def act(self, row: int, context: SafeContext, indices: ContextIndices, plan: Reservation) -> int | None:
         """Carry out a reservation. Returns the number of new pages.
@@ -477,7 +527,7 @@ class Replica:
         if known.switches != self.weights.now.switches:  # the next page that it fills begins a new segment
             known = self.weights.gone_on(known, self._named_columns(row))
         segments = known.segments
-        computed = max(self.rows.cached.item(row), self.rows.committed.item(row) * size)
+        computed = max(self.rows.cached.item(row), self._named_columns(row) * size)
         ends = [*(min(computed, segment.first_page * size) for segment in segments[1:]), computed]
         return tuple(
             (segment.first_page * size, end - segment.first_page * size, segment.version)
@@ -527,8 +577,8 @@ class Replica:
             full = self.tables.pages(row, self.rows.committed_of[row])
             self.tier.leave(row, full[self.pool.index.published[full]], names, self.kept.ends)
         self.leases.leave(row, self.tables.pages)
-        if self.pool.versions is not None:
-            self.pool.versions.of[self._own_pages(row)] = VersionNumbers.NO_VERSION
+        if self.pool.versions.differ:
+            self.pool.versions.name(self._own_pages(row), NO_VERSION)
         self._lineages.pop(row, None)
         self._found.pop(row, None)
         self.rows.unbind(row)

@@ -37,7 +37,8 @@ the first page of the last prompt: True
 AllBlocksCleared: 0 pages are cached""",
     "weights": """finish: 8 of 12 tokens are of step 1, 4 of step 2, and the answer is right
 recompute: 12 of 12 tokens are of step 2, and the answer is right
-rollback to step 1: 8 of 12 tokens are cached""",
+rollback to step 1: 8 of 12 tokens are cached
+max_staleness=1: 8 of 9 tokens are of step 1, and the answer is right""",
     "recurrent_model": r"""turn 1: 0 of 20 prompt tokens were cached, the answer is right
 turn 2: 24 of 37 prompt tokens were cached, the answer is right
 turn 3: 44 of 54 prompt tokens were cached, the answer is right

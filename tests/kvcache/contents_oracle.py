@@ -47,7 +47,7 @@ from kvcache import (
 from kvcache.pool.lru_order import LruOrder
 from kvcache.replica.row_states import StateImportPart
 from kvcache.types import RaggedKVCacheInputs
-from kvcache.weights import Running
+from kvcache.weights import Running, version_bytes
 from tests.kvcache.build import manager_of
 from tests.kvcache.tiers.stored_objects import COUNT, StoredObjects
 
@@ -86,9 +86,13 @@ KINDS: dict[str, dict[str, object]] = {
 RESETS = 0.15  # the weight of a reset among the random calls; a step has 8
 SWITCHES = 0.7  # the weight of a switch to other weights
 VERSIONS = (None, "a", "b", 3)
+STALENESS = (0, 0, 0, 1, 3)
 RUNNING: tuple[Running, ...] = ("finish", "recompute", "stop")
 _PRIME, _OTHER = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 _SHIFT, _LOW = np.uint64(29), np.uint64((1 << 52) - 1)
+
+
+NAMES = [version_bytes("", version) for version in VERSIONS]  # as `lineage` reports them
 
 
 def _mixed(words: Chain) -> Chain:
@@ -215,6 +219,7 @@ class Engine:
         self.has_lower = sizes.files is not None or sizes.objects is not None
         self.importing: list[Request] = []  # requests that wait for an import
         self.version = 0  # the index in `VERSIONS` of the current weights
+        self.history = [0]  # all versions that were current, the current one last
         self.front_first = sizes.host > 0 and random.random() < 0.5
         self.manager = self._made()
         self.running: list[Request] = []
@@ -328,10 +333,24 @@ class Engine:
         if not self.manager.maybe_reserve(request.context):
             self.manager.release(request.name)
             return False
-        request.found(self.version)
+        self._found(request)
         self.reached["hits"] += request.context.start_idx > 0
         self.running.append(request)
         return True
+
+    def _found(self, request: Request) -> None:
+        """Record what a reservation has found. Of a request's first pages, the manager says which version they are."""
+        told = [] if request.versions else self.manager.lineage(request.name)
+        for first, count, version in told:
+            number = NAMES.index(version)
+            age = self.history[::-1].index(number)
+            if age > request.context.max_staleness:
+                raise WrongContentError(f"{request.name}: {count} of its tokens are {age} switches old")
+            request.ran(first, first + count, number)
+            self.reached["tokens of earlier weights"] += count * (age > 0)
+        if told and len(request.versions) != request.context.start_idx:
+            raise WrongContentError(f"{request.name}: {len(request.versions)} of {request.context.start_idx} are told")
+        request.found(self.version)
 
     def new_request(self) -> Request:
         """Return a request whose prompt shares a prefix with many others."""
@@ -340,7 +359,9 @@ class Engine:
         tokens = [(stem * 31 + place * 7) % 251 for place in range(length)]
         tokens[self.random.randrange(length) :] = [self.random.randrange(4)]
         salt = self.random.choice([None, None, "a"])
-        return Request(TextContext(tokens, 90, f"{self.name}-{self.made}", cache_salt=salt), self.weights)
+        stale = self.random.choice(STALENESS)
+        context = TextContext(tokens, 90, f"{self.name}-{self.made}", cache_salt=salt, max_staleness=stale)
+        return Request(context, self.weights)
 
     def chunk(self, request: Request) -> None:
         """Let only a part of the request's tokens run next, sometimes."""
@@ -447,7 +468,7 @@ class Engine:
                 if one.context.start_idx > running.get(one, one.context.start_idx):
                     self._forget_in_flight(one)  # it goes on with pages that another request has computed meanwhile
                     self.reached["found what a step computes"] += 1
-                one.found(self.version)
+                self._found(one)
         return bool(done.all())
 
     def _forget_in_flight(self, request: Request) -> None:
@@ -604,7 +625,7 @@ class Engine:
         self.end_all()
         self.manager.flush_tiers()
         self.manager.close()
-        self.manager = self._made()
+        self.manager, self.history = self._made(), [self.version]
         self.reached["restarts"] += 1
 
     def end_all(self) -> None:
@@ -632,6 +653,8 @@ class Engine:
         before, self.version = self.version, self.random.randrange(len(VERSIONS)) if version is None else version
         running = self.random.choice(RUNNING)
         self.manager.set_weights(VERSIONS[self.version], running)
+        if self.version != before:
+            self.history.append(self.version)
         for one in [*self.running, *self.importing] if self.version != before else ():
             if not self.manager.get_req_blocks(one.name):  # it begins anew in any case
                 continue

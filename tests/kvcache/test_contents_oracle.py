@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+import kvcache.replica.replica
 from kvcache import BlockTable, BlockTableMismatchError, KVCacheError, TextContext
 from kvcache.replica import hashing
 from kvcache.replica.replica import Replica
-from kvcache.weights import Lineage, Weights
+from kvcache.weights import Lineage, Segment, Segments, Weights
 from tests.kvcache.contents_oracle import KINDS, Engine, HandOver, Pair, Request, WrongContentError
 
 
@@ -51,7 +52,15 @@ def forks_anew(replica: Replica, parent: int, row: int, end: int) -> Any:
     return found
 
 
-SEEDED, FORK = hashing._seeded, Replica.fork
+def follows_unnamed(segments: Segments, end: int, version: bytes | None) -> Segments:
+    return tuple(segment for segment in segments if segment.first_page < end) or (Segment(0, version),)
+
+
+def any_age(weights: Weights, _most: int) -> Iterator[bytes | None]:
+    return RECENT(weights, 1 << 30)
+
+
+SEEDED, FORK, RECENT = hashing._seeded, Replica.fork, Weights.recent
 # Each entry takes the version of the weights out of one place.
 VERSION_LEFT_OUT: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "of the chain": (hashing, "_seeded", without_version),
@@ -59,6 +68,8 @@ VERSION_LEFT_OUT: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "of the request: it fills pages of the new version": (Replica, "lineage", lineage_of_new_pages),
     "of a segment: pages of both versions have names of the old one": (Weights, "gone_on", goes_on_unmarked),
     "of a fork": (Replica, "fork", forks_anew),
+    "of what is computed behind pages of before": (kvcache.replica.replica, "followed_by", follows_unnamed),
+    "of the limit of a request that allows old pages": (Weights, "recent", any_age),
 }
 
 

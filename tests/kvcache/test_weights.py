@@ -199,7 +199,7 @@ def test_pages_found_after_those_that_come_from_the_host_keep_their_names_at_a_s
     assert context.start_idx == 20
     assert replica.rows.committed.item(replica.rows.row_of["r"]) == 0, "the first two pages have not arrived yet"
     manager.set_weights("b")
-    assert manager.lineage("r") == ()
+    assert manager.lineage("r") == ((0, 20, version_bytes("", "a")),)
     step(manager, [context], 5)
     manager.check()
     of_a, of_b = (version_bytes("", name) for name in "ab")
