@@ -477,7 +477,8 @@ class Moves:
                 what = replica.tables[number].content(one.tokens, one.named, column)
                 digest = self.names.digest_of.get(what)
                 there = None if digest is None else replica.there.get(digest)
-                here = row.get(column) == there if there is not None else brings
+                # a copy that another request has waited for may have ended within this call, after the lookup
+                here = row.get(column) == there or (brings and (there is None or self.late))
                 assert column not in row or here, f"{one.name}: {column} is not shared"
         one.first = plan.firsts
         one.ready = True
