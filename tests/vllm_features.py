@@ -30,9 +30,14 @@ FEATURES = (
         ("vllm_engine/test_hybrid_cache.py::test_prompts_that_begin_alike_are_answered_right",),
     ),
     Feature(
-        "drafts by n-gram",
+        "drafts by n-gram; structured output; logprobs",
         "works",
         ("vllm_serve/test_features.py::test_drafts_by_ngram_structured_output_and_logprobs",),
+    ),
+    Feature(
+        "drafts by a model whose KV is one more group",
+        "works",
+        ("vllm_engine/test_hybrid_cache.py::test_prompts_that_begin_alike_are_answered_right",),
     ),
     Feature(
         "drafts of models with recurrent states",

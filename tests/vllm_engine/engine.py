@@ -27,6 +27,7 @@ from vllm.config import (
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
     set_current_vllm_config,
 )
@@ -43,7 +44,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -71,6 +72,7 @@ class Shape:
     heads: int = 4
     windows: tuple[int, ...] = (0,)
     states: States | None = None
+    drafts: int = 0  # The number of tokens that a draft model proposes in each step. Its layers are the last group.
     policy: str = "fail"
     max_batched: int = 64
     rows: int = 16
@@ -146,6 +148,11 @@ def make_config(model: str, role: str, engine_id: str, shape: Shape, rank: int, 
             replay_endpoint=f"inproc://{shape.events}.replay",
         ),
     )  # fmt: skip
+    if shape.drafts:
+        config.speculative_config = SpeculativeConfig(
+            method="draft_model", model=model, num_speculative_tokens=shape.drafts,
+            target_model_config=config.model_config, target_parallel_config=config.parallel_config,
+        )  # fmt: skip
     # The size is set after the config is made, because vLLM would otherwise look for this many devices. This process
     # plays all ranks.
     config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = shape.tp_size
@@ -364,7 +371,12 @@ class Engine:
         self.scheduled.append(dict(plan.num_scheduled_tokens))
         self.preempted = len(plan.preempted_req_ids or ())
         self.peak_blocks = max(self.peak_blocks, self.free_at_start - self.free_blocks)
-        sampled = [self._run(request_id, plan.num_scheduled_tokens[request_id]) for request_id in ids]
+        sampled = [
+            self._run(
+                request_id, plan.num_scheduled_tokens[request_id], plan.scheduled_spec_decode_tokens.get(request_id, [])
+            )
+            for request_id in ids
+        ]
         outputs: list[ModelRunnerOutput | None] = []
         for worker in self.workers:
             output = ModelRunnerOutput(
@@ -381,15 +393,39 @@ class Engine:
             self.outputs += found.outputs
             if found.scheduler_stats is not None and found.scheduler_stats.kv_connector_stats is not None:
                 self.reported.append(found.scheduler_stats.kv_connector_stats)
+        if self.shape.drafts:
+            drafts = [self._draft(self.scheduler.requests.get(request_id)) for request_id in ids]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
 
-    def _run(self, request_id: str, count: int) -> list[int]:
-        """Writes the keys and values of some tokens.
+    def _draft(self, request: Request | None) -> list[int]:
+        """Returns proposed tokens, the second of which is wrong every other time."""
+        if request is None:
+            return []
+        drafts = expected_tokens(list(request.all_token_ids), self.shape.drafts, self.shape)
+        drafts[-1] += request.num_tokens % 2
+        return drafts
+
+    def _run(self, request_id: str, count: int, drafts: Sequence[int] = ()) -> list[int]:
+        """Runs the last `count` tokens up to the computed ones. Returns the next token, if these are the last ones.
+
+        After them come `drafts`. Each of these that is right is returned, and the token after it.
+        """
+        request, found = self.scheduler.requests[request_id], list[int]()
+        end = request.num_computed_tokens - len(drafts)
+        tokens = [*request.all_token_ids, *drafts]
+        for at, draft in enumerate([*drafts, -1]):
+            found += self._run_to(request_id, tokens, end + at, 1 if at else count - len(drafts))
+            if not found or found[-1] != draft:
+                break
+        return found
+
+    def _run_to(self, request_id: str, known: Sequence[int], end: int, count: int) -> list[int]:
+        """Writes the keys and values of the `count` tokens before `end`.
 
         If these tokens are the last known ones, returns the next token.
         """
-        request = self.scheduler.requests[request_id]
-        end, size = request.num_computed_tokens, self.shape.block_size
-        tokens = torch.tensor(list(request.all_token_ids))
+        request, size = self.scheduler.requests[request_id], self.shape.block_size
+        tokens = torch.tensor(known)
         tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
         is_last, total = end >= request.num_tokens, 0
         for rank, caches in enumerate(self.caches):

@@ -1,4 +1,4 @@
-"""Models with windows and recurrent states, with vLLM's prefix cache on at both sides."""
+"""Models with windows, recurrent states and draft models, with vLLM's prefix cache on at both sides."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ SIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "states, TP 2 to 1": (CACHED | {"tp_size": 2}, CACHED),
     "states and windows": (CACHED | WINDOWS, CACHED | WINDOWS),
     "windows": (WINDOWS, WINDOWS),
+    "drafts at decode": ({"windows": (0, 0)}, {"windows": (0, 0), "drafts": 2}),
+    "drafts, TP 1 to 2": ({"windows": (0, 0), "drafts": 3}, {"windows": (0, 0), "drafts": 2, "tp_size": 2}),
+    "drafts, blocks of 16 to 8": ({"windows": (0, 0), "drafts": 2}, {"windows": (0, 0), "drafts": 2, "block_size": 8}),
+    "drafts and windows": (WINDOWS | {"drafts": 2}, WINDOWS | {"drafts": 2}),
     "windows, blocks of 16 to 8": (WINDOWS, WINDOWS | {"block_size": 8}),
     "windows, blocks of 8 to 16": (WINDOWS | {"block_size": 8}, WINDOWS),
     "windows, blocks of 16 to 32": (WINDOWS, WINDOWS | {"block_size": 32}),
@@ -45,7 +49,10 @@ def test_prompts_that_begin_alike_are_answered_right(make: Make, left: dict[str,
         prompt = [*prompt, *(numbers.randrange(2000) for _ in range(max(1, length - len(prompt))))]
         params = prefilled(prefill, f"p{at}", prompt)
         alone = at % 3 == 2
+        begun = len(decode.scheduled)
         tokens = served([prefill, decode], f"d{at}", prompt, 20, None if alone else params)
+        steps = sum(f"d{at}" in step for step in decode.scheduled[begun:])
+        assert steps < 20 if decode.shape.drafts else steps >= 20, "right drafts save steps"
         assert tokens == expected_tokens(prompt, 20, decode.shape), (at, len(prompt))
         again = served([prefill, decode], f"again{at}", prompt, 3, None)
         assert again == expected_tokens(prompt, 3, decode.shape), (at, len(prompt))
