@@ -51,8 +51,13 @@ FEATURES = (
     ),
     Feature("`MultiConnector`", "works", ("vllm_serve/test_beside.py::test_tokens_are_those_of_plain_vllm",)),
     Feature(
-        "`MultiConnector` with vLLM's offloading",
-        "not tried: vLLM's offloading refuses CPUs",
+        "`MultiConnector` with `PagewireTiers`",
+        "works in 0.33",
+        ("vllm_engine/test_multi.py::test_tokens_are_right_beside_our_tiers",),
+    ),
+    Feature(
+        "`MultiConnector` with vLLM's own offloading",
+        "not tried: it refuses CPUs",
         ("vllm_serve/test_beside.py::test_vllms_offloading_refuses_a_cpu",),
     ),
     Feature(

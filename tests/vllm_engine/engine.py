@@ -54,6 +54,7 @@ from transfer.connector.config import share
 LAYERS, HEAD_DIM = 2, 16
 OURS = ("PagewireConnector", "scheduler_adapters.vllm")
 TIERS = ("OffloadingConnector", None)
+BOTH = ("MultiConnector", None)
 _FIRST, _TOKENS = 1000, 1000
 _CONFIG: dict[str, Any] = {}  # what a test adds to the model's config
 
@@ -301,7 +302,9 @@ class Engine:
         for rank in range(shape.tp_size):
             ranked = make_config(model, role, engine_id, shape, rank, start)
             self.add_rank(
-                add_layers(ranked, caches, shape.backend, shape.states) if shape.connector in (OURS, TIERS) else ranked,
+                add_layers(ranked, caches, shape.backend, shape.states)
+                if shape.connector in (OURS, TIERS, BOTH)
+                else ranked,
                 caches,
                 rank,
             )
