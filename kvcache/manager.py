@@ -682,8 +682,8 @@ class PagedKVCacheManager(Uncopied):
         Pages of other versions are evicted first: those that are idle already are the oldest, and those that become
         idle later go before them. Only pages above a tenant's quota are evicted even earlier. A page with a retention
         hint, and one that a request with `max_staleness` has used since the switch, keeps its turn. After a rollback,
-        idle pages keep their places in this order. KV events do not name versions. So a router that compares tokens
-        itself counts pages of before until they are evicted, and a request that it sends there computes its prompt.
+        idle pages keep their places in this order. KV events do not name versions. So routers are told only the pages
+        of the current version that any request finds, after an `AllBlocksCleared` at the switch.
 
         Steps in flight, leases and imports go on with the pages that they have. Leases keep these, whatever the request
         does. An import that is committed later counts as a request that ran before.

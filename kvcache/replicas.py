@@ -306,7 +306,8 @@ class Replicas:
                 watched.append(Watched(tiers.host.pool.index, HOST * len(specs) + first, of))
                 if tiers.files is not None:
                     watched.append(Watched(tiers.files.index, FILES * len(specs) + first, of))
-        self._events = EventPublisher(options, specs, len(self.each), self.each[0].page_size, watched)
+        size, weights = self.each[0].page_size, self.rows.weights
+        self._events = EventPublisher(options, specs, len(self.each), size, watched, weights)
         self.event_endpoints = self._events.endpoints
         self._log = log = self._events.log
         for replica in self.each:

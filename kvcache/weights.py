@@ -185,6 +185,11 @@ def followed_by(segments: Segments, end: int, version: bytes | None) -> Segments
     return *kept, Segment(end, version)
 
 
+def first_own_page(segments: Segments) -> int:
+    """Returns the first page that not every request under the version of the first segment finds."""
+    return next((one.first_page for one in segments if one.mark or one.first_page), 1 << 62)
+
+
 def has_keys(segments: Segments) -> bool:
     """Whether something besides the first version and the tokens names some of these pages (`keys_of`)."""
     last = segments[-1]

@@ -28,6 +28,7 @@ from kvcache.events.book import EventBook, Told
 from kvcache.events.log import MOST_ENTRIES, Entry, EventLog, Watched
 from kvcache.events.wire import END_OF_REPLAY, AllBlocksCleared, BlockStored, CacheSpec, EventBatch, KVEvent, encode
 from kvcache.params import KVEvents
+from kvcache.weights import Weights
 
 _LOOK_MS = 5  # in milliseconds: how long the thread sleeps when the log is empty
 # The thread pauses after this many entries, and after a number of tokens in events, because Python switches threads
@@ -282,15 +283,15 @@ class _Worker:
             if self._lost:
                 self._lost = False
                 self._begin_anew()
-            self._behind |= self._is_due()
-            behind, self._behind = self._behind, False
-            if behind:
-                self._told_anew_at = time.monotonic()
-                self._owed = [one for one in self._owed if one > self._told_anew_at]
             started = time.thread_time()
             entries = self._take(_ENTRIES_A_TURN)
             told, self._untold = self._untold, []
             told += self._apply(entries)
+            self._behind |= self._is_due() or self._book.has_switched
+            behind, self._behind, self._book.has_switched = self._behind, False, False
+            if behind:
+                self._told_anew_at = time.monotonic()
+                self._owed = [one for one in self._owed if one > self._told_anew_at]
             for stream in self.streams:
                 self._send(stream, told, anew=behind)
             if behind:
@@ -392,18 +393,25 @@ class _Worker:
 class EventPublisher:
     """Publishes the changes of `indexes` until the publisher is closed or garbage-collected.
 
-    `specs` describes each block table of a rank. `log` is the record of the changes.
+    `specs` describes each block table of a rank. `weights` are those of the manager. `log` is the record of the
+    changes.
 
     Raises `InvalidParamsError` if an address cannot be bound. Also raises what `options.secure` raises.
     """
 
     def __init__(
-        self, options: KVEvents, specs: Sequence[CacheSpec], ranks: int, page_size: int, indexes: Sequence[Watched]
+        self,
+        options: KVEvents,
+        specs: Sequence[CacheSpec],
+        ranks: int,
+        page_size: int,
+        indexes: Sequence[Watched],
+        weights: Weights | None = None,
     ) -> None:
         self._indexes = indexes
         self.log = EventLog()
         capacity = sum(len(each.pages.published) for each in indexes)
-        book = EventBook(ranks, capacity, page_size, *specs, reader=options.reader)
+        book = EventBook(ranks, capacity, page_size, *specs, reader=options.reader, weights=weights)
         self._worker = _Worker(options, self.log, book, ranks)
         self.log.full = self._worker.catch_up
         for each in indexes:

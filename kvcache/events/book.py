@@ -3,6 +3,10 @@
 The book stores each *content* once, under the hash of the content. A content is what a page holds: the page's tokens,
 and the content that they continue. The book also records which sources have each content now, so it can announce the
 whole state at any time. If a page moves to another medium, the serving loop need not supply the page's tokens again.
+
+Events do not name the version of the weights. So subscribers know only the contents of the current version, which any
+request may find. After a switch, everything is cleared for them, and the contents of the new version are announced. The
+removal of a content of another version is no event.
 """
 
 import functools
@@ -30,11 +34,14 @@ from kvcache.events.wire import (
 )
 from kvcache.params import KVEventsReader
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
+from kvcache.weights import Weights, first_own_page
 
 Ids = NDArray[np.int32]
 """Contents of pages, as numbers that this book has given them. 0 means no content."""
 
 _TOKENS_AN_EVENT = 1 << 14
+_NOBODYS = -1
+"""Stands for the version of a content that only some requests can find, because its pages are of several versions."""
 _SHARED = {HOST: CPU, FILES: STORAGE}
 
 
@@ -61,13 +68,30 @@ class EventBook:
 
     There is room for `capacity` pages in all media together. Not thread-safe. `specs` describes each block table. The
     position of a table in `specs` is its group number in events. A *source* holds pages: it is one block table of a
-    rank, or one block table of a shared tier.
+    rank, or one block table of a shared tier. `weights` are those of the manager. The serving loop may change them at
+    any time.
+
+    Attributes:
+        has_switched: whether the weights have changed, so that the whole state must be announced next.
     """
 
     def __init__(
-        self, ranks: int, capacity: int, page_size: int, *specs: CacheSpec, reader: KVEventsReader = "vllm"
+        self,
+        ranks: int,
+        capacity: int,
+        page_size: int,
+        *specs: CacheSpec,
+        reader: KVEventsReader = "vllm",
+        weights: Weights | None = None,
     ) -> None:
-        self.begun_anew = functools.partial(EventBook, ranks, capacity, page_size, *specs, reader=reader)
+        self.begun_anew = functools.partial(
+            EventBook, ranks, capacity, page_size, *specs, reader=reader, weights=weights
+        )
+        self.has_switched = False
+        self._weights = weights or Weights()
+        self._version = self._weights.version  # the version whose contents subscribers know
+        self._numbers = {self._version: 0}  # for each version of a content, a number
+        self._now = 0  # the number of `_version`
         # There is room for present pages, for the page that each present page continues, and for removed pages, which
         # are forgotten only when the current call ends.
         most = 4 * capacity
@@ -82,6 +106,7 @@ class EventBook:
         self._depth = np.zeros(most + 1, np.int32)  # for each content, the index of its page in the prompt
         # For each content, whether its tokens and its parent are known. If not, only its hash is known.
         self._described = np.zeros(most + 1, np.bool_)
+        self._versions = np.zeros(most + 1, np.int32)  # for each described content, the number of its version
         # For each content, its adapter, extra keys and salt. Contents without any of these have no entry.
         self._keys: dict[int, _Names] = {}
         # Sources that ranks share have negative numbers. As indices, these select the last rows of the arrays by
@@ -99,6 +124,8 @@ class EventBook:
     def apply(self, entries: Sequence[Entry]) -> list[Told]:
         """Returns the events that report these entries of the log, in order."""
         self._told = []
+        if (version := self._weights.version) != self._version:
+            self._version, self._now, self.has_switched = version, self._number_of(version), True
         for entry in entries:
             if entry is None:
                 self._forget_left()
@@ -126,7 +153,7 @@ class EventBook:
         for source in filter(self._is_told, (*range(rank * tables, (rank + 1) * tables), *reversed(self._shared))):
             ids = np.flatnonzero(self._present[source]).astype(np.int32)
             known = self._described[ids]
-            for run in self._chains(ids[known]):
+            for run in self._chains(ids[known & self._is_current(ids)]):
                 yield from self._stored(source, run)
             if not known.all():
                 yield self._bare(source, ids[~known])
@@ -173,6 +200,7 @@ class EventBook:
         self._tokens[ids] = raw.reshape(-1, self._page_size)[new]
         self._depth[ids] = depths[new]
         self._described[ids] = True
+        self._versions[ids] = self._versions_of(hashers, owners[new], depths[new])
         begins = depths[new] == 0
         self._parent[ids[begins]] = 0
         self._parent[ids[~begins]] = self._ids(before[new][~begins])
@@ -185,6 +213,19 @@ class EventBook:
                 of_block = keys_of_block(salt, keys, depth, self._page_size)
                 self._keys[one] = _Names(adapter_of(keys), of_block, salt if self._names_salt else None)
         self._tell_known(ids)
+
+    def _versions_of(self, hashers: Sequence[Hashed], owners: Ints, depths: Ints) -> Ints:
+        """Returns the number of the version of each page: the page at depth `depths[i]` of `hashers[owners[i]]`."""
+        of_each = [self._number_of(one.segments[0].version) for one in hashers]
+        ends = np.array([first_own_page(one.segments) for one in hashers])
+        return np.where(depths < ends[owners], np.array(of_each)[owners], _NOBODYS)
+
+    def _number_of(self, version: bytes | None) -> int:
+        return self._numbers.setdefault(version, len(self._numbers))
+
+    def _is_current(self, ids: Ids) -> NDArray[np.bool_]:
+        """Returns a mask of the described contents `ids` that any request under the current weights may find."""
+        return self._versions[ids] == self._now
 
     def _tell_known(self, ids: Ids) -> None:
         """Announce present pages whose tokens have just become known. Until now, only their hashes were announced."""
@@ -218,13 +259,15 @@ class EventBook:
             self._tell(source, run)
 
     def _go(self, source: int, hashes: Hashes) -> None:
-        ids = self._index.find(hashes[:, None])
+        found = ids = self._index.find(hashes[:, None])
         ids = ids[self._present[source, ids]]
         self._present[source, ids] = False
+        hashes = hashes[~self._described[found] | self._is_current(found)]
         if source >= 0:
             np.subtract.at(self._kids[source], self._parent[ids[self._described[ids]]], 1)
         self._left.append(ids)
-        gone = hashes.tolist()
+        if not (gone := hashes.tolist()):
+            return
         last = self._told[-1] if self._told else None
         if last is not None and last.source == source and isinstance(last.event, BlockRemoved):
             last.event.block_hashes += gone
@@ -301,7 +344,7 @@ class EventBook:
     # ---- events
 
     def _tell(self, source: int, ids: Ids) -> None:
-        self._told += [Told(source, event) for event in self._stored(source, ids)]
+        self._told += [Told(source, event) for event in self._stored(source, ids[self._is_current(ids)])]
 
     def _stored(self, source: int, ids: Ids) -> Iterator[BlockStored]:
         """Returns events that report stored pages: one for each run of consecutive pages of a prompt.

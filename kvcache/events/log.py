@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvcache.pool.index import Digests, PrefixIndex
 from kvcache.pool.journal import Indices, PageReader
+from kvcache.weights import Segments
 
 HOST, FILES = -1, -2
 """The media that all ranks share. A medium is a replica, or one of these two. Each block table of a medium is a
@@ -32,6 +33,7 @@ class Hashed(Protocol):
     width: int
     salt: str | None
     extra_keys: tuple[tuple[int, bytes], ...] | None
+    segments: Segments
 
 
 Ints = NDArray[np.int64]

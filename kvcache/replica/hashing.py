@@ -114,10 +114,7 @@ class PrefixHasher:
         self.named = salt, extra_keys  # what the context gives
         # the lineage of the pages for which a replica has last found that this hasher `fits`
         self.fitted: object = None
-        # Everything that is hashed besides tokens: the context's keys, and those of segments. The first segment of an
-        # ordinary request has none, and neither has the last one then.
-        own = keys_of(segments, page_size) if segments[-1].mark or segments[-1].first_page else ()
-        self.extra_keys = (*(extra_keys or ()), *own) if own else extra_keys
+        self.extra_keys = extra_keys
         # the request's hashers for other segments, as long as it may choose among them (`Candidates`)
         self.others: dict[Segments, PrefixHasher] = _NO_OTHERS
         self.width = DIGEST_BYTES[algorithm]
@@ -132,7 +129,8 @@ class PrefixHasher:
         # The extra keys that are not hashed yet, as `(page, bytes to hash)`. The next one is at the end of the list.
         # The bytes begin with -1, which is never a token. Then come the position and the length of the key, so that it
         # is clear where the key ends.
-        self.keys_left = self._keys_to_come() if self.extra_keys else []
+        last = self.segments[-1]  # it has a key if any has
+        self.keys_left = self._keys_to_come() if self.extra_keys or last.mark or last.first_page else []
         self.known = _known(running, b"")  # the digests of all hashed pages, one after another
         # The running hash after all pages in `known`. It is None while pages are being hashed, and stays None after an
         # interrupt.
@@ -161,7 +159,7 @@ class PrefixHasher:
 
     def _keys_to_come(self) -> list[tuple[int, bytes]]:
         own = [(position, key, _OF_WEIGHTS) for position, key in keys_of(self.segments, self.page_size)]
-        every = own + [(position, key, 0) for position, key in self.named[1] or ()]
+        every = own + [(position, key, 0) for position, key in self.extra_keys or ()]
         return [
             (position // self.page_size, struct.pack("<iII", -1, position, len(key) | kind) + key)
             for position, key, kind in sorted(every, reverse=True)

@@ -13,6 +13,7 @@ from kvcache.events.book import EventBook, Told
 from kvcache.events.log import FILES, HOST, Described, Entry
 from kvcache.events.wire import BlockRemoved, BlockStored, CacheSpec, KVEvent
 from kvcache.replica.hashing import PrefixHasher
+from kvcache.weights import UNSAID, Lineage, Segments, Weights, followed_by
 from tests.kvcache.events.mirror import Known
 
 SIZE, CAPACITY = 4, 40
@@ -21,9 +22,9 @@ SIZE, CAPACITY = 4, 40
 class Prompt:
     """A prompt of `pages` pages. `first` and `last` select a range of the pages."""
 
-    def __init__(self, tokens: list[int], salt: str | None = None) -> None:
+    def __init__(self, tokens: list[int], salt: str | None = None, segments: Segments = UNSAID) -> None:
         self.tokens = np.array(tokens, np.int32)
-        self.hasher = PrefixHasher("sha256", SIZE, salt, ())
+        self.hasher = PrefixHasher("sha256", SIZE, salt, (), segments)
         self.digests = self.hasher.digests(self.tokens, 0, len(tokens) // SIZE)
 
     def described(self, first: int, last: int) -> Described:
@@ -193,3 +194,49 @@ def test_pages_of_a_group_that_no_router_can_follow_are_not_reported() -> None:
     assert blocks([*book.state(0)]) == [prompt.hashes(0, 10)]
     told = book.apply([prompt.go(1, 1, 10), prompt.go(0, 9, 10), None])
     assert {(one.source, type(one.event)) for one in told} == {(0, BlockRemoved)}
+
+
+def test_only_contents_of_the_current_weights_are_reported() -> None:
+    weights = Weights("a")
+    book = EventBook(1, CAPACITY, SIZE, CacheSpec("full_attention"), weights=weights)
+    old = Prompt([*range(40)], segments=weights.now.segments)
+    assert blocks(book.apply([old.described(0, 10), old.come(0, 0, 10), old.come(HOST, 0, 4), None])) == [
+        old.hashes(0, 10),
+        old.hashes(0, 4),
+    ]
+    assert not book.has_switched
+    weights.switch("b")
+    new = Prompt([*range(40)], segments=weights.now.segments)
+    gone = book.apply([old.go(0, 9, 10), old.go(0, 8, 9), old.come(HOST, 4, 6), None])
+    assert gone == []
+    assert book.has_switched
+    assert list(book.state(0)) == []
+    told = book.apply([new.described(0, 3), new.come(0, 0, 3), old.go(0, 7, 8), new.go(0, 2, 3), None])
+    assert [(type(one.event), one.event.block_hashes) for one in told] == [  # type: ignore[union-attr]
+        (BlockStored, new.hashes(0, 3)),
+        (BlockRemoved, new.hashes(2, 3)),
+    ]
+    weights.switch("a")
+    book.apply([])
+    assert blocks(list(book.state(0))) == [old.hashes(0, 7), old.hashes(0, 6)]
+    anew = book.begun_anew()
+    assert blocks(anew.apply([old.described(0, 2), old.come(0, 0, 2), new.described(0, 2), new.come(0, 0, 2)])) == [
+        old.hashes(0, 2)
+    ]
+
+
+def test_pages_of_several_versions_are_reported_to_nobody() -> None:
+    weights = Weights("a")
+    book = EventBook(1, CAPACITY, SIZE, CacheSpec("full_attention"), weights=weights)
+    first = weights.now.segments
+    weights.switch("b")
+    own = weights.gone_on(Lineage(first, 0), 2).segments
+    behind = followed_by(first, 3, weights.version)
+    whole = weights.gone_on(Lineage(first, 0), 0).segments
+    weights.switch("a")
+    for at, segments in enumerate((own, behind, whole)):
+        prompt = Prompt([*range(at * 50, at * 50 + 24)], segments=segments)
+        told = book.apply([prompt.described(0, 6), prompt.come(0, 0, 6), None])
+        known = (2, 3, 0)[at]
+        assert blocks(told) == ([prompt.hashes(0, known)] if known else [])
+        assert blocks(book.apply([prompt.go(0, 0, 6), None]), BlockRemoved) == ([prompt.hashes(0, known)] * (known > 0))

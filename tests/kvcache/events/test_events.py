@@ -362,3 +362,36 @@ def test_a_manager_that_is_forgotten_ends_its_thread() -> None:
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_subscriber_knows_the_pages_of_the_current_weights_only(dp: int) -> None:
+    manager = manager_of(16, dp=dp, host_slots=20, params={"kv_events": events(), "weights": "a"})
+    rank = dp - 1
+    with Mirror(manager.kv_event_endpoints[rank]).begin() as mirror:
+        mirror.forget_the_begin(manager, rank)
+        run_once(manager, [*range(30)], rank)
+        manager.flush_tiers()
+        mirror.settle(manager, rank)
+        known = {medium: {*pages} for medium, pages in mirror.there.items()}
+        assert [len(known[medium]) for medium in ("GPU", "CPU")] == [7, 7]
+        del mirror.events[:]
+        manager.set_weights("b")
+        mirror.until(lambda: not mirror.there)
+        assert mirror.events == [{"type": "AllBlocksCleared"}]
+        run_once(manager, [*range(100, 150)], rank)  # 12 pages, so that pages of before are evicted
+        mirror.settle(manager, rank)
+        assert len(mirror.there["GPU"]) == 12
+        assert {event["type"] for event in mirror.events[1:]} == {"BlockStored"}, "what is unknown is not removed"
+        manager.set_weights("a")
+        mirror.until(lambda: {*mirror.there.get("CPU", ())} == known["CPU"])
+        assert {*mirror.there["GPU"]} < known["GPU"]
+        mirror.whole()
+        run_once(manager, [*range(30)], rank)
+        mirror.settle(manager, rank)
+        assert {*mirror.there["GPU"]} == known["GPU"]
+        late = Mirror(manager.kv_event_endpoints[rank]).begin()
+        late.forget_the_begin(manager, rank)
+        assert {*late.there["GPU"]} == known["GPU"]
+        late.close()
+    manager.close()

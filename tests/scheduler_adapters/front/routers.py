@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import tempfile
 import time
@@ -31,6 +32,7 @@ MEASURED = Path(__file__).with_suffix(".json")
 ANY, PAGE, PROMPTS = "tcp://127.0.0.1:0", 4, 8
 PROMPT = [*range(33)]  # 8 pages, and the token that is always computed
 QUIET_S = 8.0  # how long a router that has not counted all pages may still learn them
+_VERSIONS = itertools.count()
 _SHAPE = StateShape(2, 2, 1, 1, 1, 2, torch.int64, torch.int64)
 
 
@@ -38,7 +40,8 @@ class Case(NamedTuple):
     """A model, the names of the cached prompt and of the question, and what runs between the two.
 
     `kinds` are the kinds of its layers, with the length of windows and chunks. `fillers` is the number of other prompts
-    that run before the question.
+    that run before the question. `switches` is 1 if the weights change before the question, and 2 if those of the
+    prompt come back then.
     """
 
     kinds: tuple[tuple[Any, int], ...] = (("full", 0),)
@@ -49,9 +52,10 @@ class Case(NamedTuple):
     pages: int = 80
     host_slots: int = 0
     fillers: int = 0
+    switches: int = 0
     latents: bool = False
     files: bool = False
-    is_lost: bool = False  # whether the fillers evict the prompt, so that the server must compute it again
+    is_lost: bool = False  # whether the server must compute the prompt again after the fillers and switches
 
 
 CASES = {
@@ -71,6 +75,8 @@ CASES = {
     "full attention, evicted": Case(pages=20, fillers=3, is_lost=True),
     "full attention, evicted to the host": Case(pages=20, host_slots=64, fillers=3),
     "full attention, evicted to files": Case(pages=20, host_slots=20, fillers=7, files=True),
+    "full attention, other weights since": Case(switches=1, is_lost=True),
+    "full attention, other weights and back": Case(switches=2),
     "latents (MLA), evicted to the host": Case(pages=20, host_slots=64, fillers=3, latents=True),
 }
 
@@ -120,6 +126,10 @@ def fill(manager: PagedKVCacheManager, case: Case, prompt: Sequence[int] = PROMP
         begin = 1_000_000 * (number + 1) + prompt[0]  # other fillers for each prompt: known ones would evict nothing
         run(manager, context_of(range(begin, begin + 33), case))
     settled(manager)
+    before = manager.weights
+    for number in range(case.switches):
+        manager.set_weights(before if number else next(_VERSIONS))
+        settled(manager)
 
 
 def skipped(manager: PagedKVCacheManager, case: Case) -> int:
@@ -197,7 +207,7 @@ def by_vllms_router(case: Case, folder: Path) -> bool:
         router = made.enter_context(closing(Router(told, folder / "log")))
         router.begin()
         prompts = [[*range(5000 + 100 * at, 5000 + 100 * at + 33)] for at in range(PROMPTS)]
-        if case.fillers:
+        if case.fillers or case.switches:
             return all(is_found(router, managers, case, at, prompt) for at, prompt in enumerate(prompts))
         for at, prompt in enumerate(prompts):
             run(managers[at % 2], context_of(prompt, case))
