@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kvcache import PagedKVCacheManager
+from kvcache.tiers import host_tier
 from tests.kvcache.build import manager_of
 from tests.kvcache.tiers.stored_objects import StoredObjects
 
@@ -26,8 +27,12 @@ def make() -> Iterator[Callable[..., PagedKVCacheManager]]:
 
 
 @pytest.fixture
-def store() -> Iterator[StoredObjects]:
-    """Returns an object store that closes and checks every manager over it."""
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoredObjects]:
+    """Returns an object store that closes and checks every manager over it.
+
+    After a failure, the managers leave it alone for so long that the pause does not end on a busy machine.
+    """
+    monkeypatch.setattr(host_tier, "PAUSE_S", 600.0)
     made = StoredObjects()
     yield made
     made.close()
