@@ -26,6 +26,7 @@ from kvcache.errors import InvariantError
 from kvcache.pool.index import NO_PAGE
 from kvcache.tiers.host_tier import HostTier
 from scheduler_adapters.vllm.tier_worker import SlotsSpec
+from scheduler_adapters.vllm.weights import VersionWatch
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, ReqContext, ScheduleEndContext
@@ -95,7 +96,8 @@ class TierManager(OffloadingManager):
         self._storing: dict[OffloadKey, tuple[int, int]] = {}
         self._loading: defaultdict[OffloadKey, list[int]] = defaultdict(list)
         self._retired: list[int] = []  # slots that workers may still use after a reset
-        self._changes = 0
+        self._changes = self._names = 0
+        self._versions = VersionWatch(self.named)
         self.counts: dict[str, int] = {"host_blocks_stored": 0, "host_blocks_loaded": 0}
         self._reported: dict[str, int] = {}
         self._stop = threading.Event()
@@ -252,12 +254,19 @@ class TierManager(OffloadingManager):
         retired, self._retired = self._retired, []
         self._host.pool.release_each(np.array(retired, np.int32))
 
-    def _follow_weights(self) -> None:
-        """Forgets every block if a worker has replaced its weights.
+    def named(self, version: str) -> None:
+        """Handles the name that the user has given to the weights. It may be all that is told of new weights."""
+        del version
+        with self._lock:
+            self._names += 1
 
-        From then on, blocks only go to slots: files and objects belong to the weights of the engine's start.
+    def _follow_weights(self) -> None:
+        """Forgets every block if a worker has replaced its weights, or the user has named them.
+
+        From then on, blocks only go to slots: files and objects belong to the weights of the engine's start. They could
+        have the version in their names, but vLLM does not tell when its own cache holds no block of earlier weights.
         """
-        if (changes := sum(rank.changes for rank in self._shared)) == self._changes:
+        if (changes := sum(rank.changes for rank in self._shared) + self._names) == self._changes:
             return
         self._changes = changes
         if self._host.lower:

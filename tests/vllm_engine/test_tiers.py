@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import LookupResult, OffloadingManager, ReqContext, make_offload_key
 
 from kvcache.tiers import file_tier
@@ -349,7 +350,9 @@ def test_a_reset_forgets_every_block(make: Make, tmp_path: Path, below: bool) ->
         assert computed(engine, "three") == 93 - 80 + 2
 
 
-def test_replaced_weights_leave_slots_and_files(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("are_named", [False, True])
+def test_replaced_weights_leave_slots_and_files(make: Make, tmp_path: Path, are_named: bool) -> None:
+    """A trainer may replace weights by its own calls, of which only the name is told."""
     shape = shape_of(tmp_path / "kv", blocks=12)
     engine = make("kv_both", shape)
     answer(engine, "one", PROMPT)
@@ -359,8 +362,11 @@ def test_replaced_weights_leave_slots_and_files(make: Make, tmp_path: Path) -> N
     engine.step()
     engine.step()  # blocks of the old weights are on their way
     assert manager_of(engine)._storing
-    for worker in engine.workers:
-        worker.connector_worker.spec._weights.on_reload("elsewhere", from_memory=False)
+    if are_named:
+        object.__new__(EngineCore).set_weight_version("step 7")
+    else:
+        for worker in engine.workers:
+            worker.connector_worker.spec._weights.on_reload("elsewhere", from_memory=False)
     run_until([engine], lambda: engine.finish_reason("in flight"))
     settle(engine)
     assert engine.scheduler.reset_prefix_cache()
