@@ -12,7 +12,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         "kvcache.pool.pages",
         [
             Mutation("PagePool.drop_writer", "self._unused(pages)", "self.writers[pages] == 0"),
-            Mutation("PagePool._free", "self.idle.append(pages[published])", "self._push_fresh(pages[published])"),
+            Mutation("PagePool._free", "self.idle.append(idle)", "self._push_fresh(idle)"),
         ],
     ),
     Module(
