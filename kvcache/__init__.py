@@ -48,6 +48,7 @@ from kvcache.retention import RangeRetention, Retention
 from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID
+from kvcache.weights_digest import weights_of
 
 # The version is "unknown" if the package runs from a folder and was never installed.
 __version__ = next((found.version for found in distributions(name="pagewire")), "unknown")
@@ -110,4 +111,5 @@ __all__ = [
     "WeightsChangedError",
     "__version__",
     "page_rows",
+    "weights_of",
 ]

@@ -25,6 +25,7 @@ _ADAPTERS = {
     "PulledPages": "scheduler_adapters.base",
     "Request": "scheduler_adapters.loop",
     "ServingLoop": "scheduler_adapters.loop",
+    "weights_of_checkpoint": "scheduler_adapters.checkpoints",
 }
 
 check_packages()

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from scheduler_adapters.errors import ModelLoadError
+
 _OF_CHECKPOINT = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _WHOLE_BYTES = 256 << 20
 """A file of up to this size is read as a whole. `_PARTS` parts of `_PART_BYTES` are read of a larger one."""
@@ -38,3 +40,19 @@ def digest_of_checkpoint(path: str) -> str:
         return digest_of_files([Path(path)] if Path(path).is_file() else files_in(Path(path), _OF_CHECKPOINT))
     except OSError:
         return ""
+
+
+def weights_of_checkpoint(path: str | Path) -> bytes:
+    """Returns the version of a checkpoint's weights: 16 bytes, for `KVCacheParams(weights=)` and `set_weights`.
+
+    `path` is a file, or a folder with `.safetensors`, `.bin`, `.pt`, `.pth` or `.gguf` files. The version is a digest
+    of their names and contents. 1,024 parts of a file above 256 MiB are read, 64 MiB in all. This tells apart the
+    checkpoints of a training run, but not large files that differ in a few bytes: `weights_of` reads all of them.
+    Tensors that were loaded from a checkpoint have another version than the checkpoint itself, so use one of the two
+    functions throughout. Raises `ModelLoadError` if there is no such file, or one cannot be read.
+    """
+    found = digest_of_checkpoint(str(path))
+    if not found:
+        kinds = ", ".join(_OF_CHECKPOINT)
+        raise ModelLoadError(f"weights_of_checkpoint: {str(path)!r} has no readable file of a checkpoint ({kinds})")
+    return bytes.fromhex(found)

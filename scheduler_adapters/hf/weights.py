@@ -6,16 +6,12 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
-import torch
-import xxhash
-
+from kvcache.weights_digest import digest_of_tensor
 from scheduler_adapters.errors import ModelLoadError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
-
-_CHUNK_BYTES = 64 << 20
-"""Bytes that are copied at a time from a device whose memory the host cannot read."""
 
 
 def model_name(model: PreTrainedModel) -> str:
@@ -48,8 +44,4 @@ def model_name(model: PreTrainedModel) -> str:
 def _digest_of(name: str, weight: torch.Tensor) -> bytes:
     if weight.is_meta:
         raise ModelLoadError(f"weight {name!r} has no values, because it is on the meta device")
-    running = xxhash.xxh3_128()
-    values = weight.detach().contiguous().reshape(-1).view(torch.uint8)
-    for start in range(0, len(values), _CHUNK_BYTES):
-        running.update(values[start : start + _CHUNK_BYTES].cpu().numpy().data)
-    return running.digest()
+    return digest_of_tensor(weight)

@@ -56,7 +56,7 @@ def test_the_name_depends_on_the_values_and_not_on_their_layout_in_memory(
     weight.data = weight.data.t().contiguous().t()
     assert not weight.is_contiguous()
     assert model_name(model) == name
-    monkeypatch.setattr(weights, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr("kvcache.weights_digest.CHUNK_BYTES", 1000)
     assert model_name(model) == name
 
 
