@@ -18,7 +18,6 @@ from benchmarks.admission import Bench
 from benchmarks.decode_step import PROMPT, begun, bound
 from benchmarks.frame import Row, options, pin, report, samples, summary
 from benchmarks.pools import LONGEST, Prompts, age, manager_of, running
-from benchmarks.recommend import manager_of as manager_of_replicas
 from kvcache import TextContext
 
 PAGE, RUNNING, PROMPT_TOKENS = 16, 64, 4096
@@ -58,7 +57,7 @@ def by_replicas(count: int, repeats: int) -> Iterator[Row]:
     prompts = Prompts()
     # Each replica has room for all requests, and twice the room that the new prompt needs.
     pages = RUNNING * (PROMPT // PAGE + repeats + 6) + 2 * PROMPT_TOKENS // PAGE
-    manager = manager_of_replicas(count, pages, "sha256", RUNNING)
+    manager = manager_of(pages, rows=RUNNING, replicas=count)
     contexts = [TextContext(prompts.tokens(PROMPT + at % PAGE), LONGEST) for at in range(RUNNING)]
     for at, context in enumerate(contexts):
         manager.external_claim(context.request_id, at % count)

@@ -22,8 +22,13 @@ def manager_of(
     max_seq_len: int = LONGEST,
     algorithm: str = "sha256",
     kv_events: KVEvents | None = None,
+    replicas: int = 1,
+    weights: int | None = None,
 ) -> PagedKVCacheManager:
-    """Returns a manager whose pages have one byte for each token, so that only the manager's own cost is measured."""
+    """Returns a manager whose pages have one byte for each token, so that only the manager's own cost is measured.
+
+    Each replica has `pages` pages and `rows` rows.
+    """
     params = KVCacheParams(
         dtype=torch.uint8,
         n_kv_heads=1,
@@ -33,8 +38,14 @@ def manager_of(
         page_size=page_size,
         hash_algorithm=algorithm,  # pyright: ignore[reportArgumentType] - one of the two names
         kv_events=kv_events,
+        n_devices=replicas,
+        data_parallel_degree=replicas,
+        weights=weights,
     )
-    return PagedKVCacheManager(params, rows, max_seq_len, 1, ["cpu"], available_cache_memory=pages * page_size)
+    memory = pages * page_size * replicas
+    return PagedKVCacheManager(
+        params, rows * replicas, max_seq_len, 1, ["cpu"] * replicas, available_cache_memory=memory
+    )
 
 
 class Prompts:

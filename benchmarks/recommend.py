@@ -9,32 +9,14 @@ is a new context, so the figure includes the hash. `hash_min` is the hash alone.
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from benchmarks.frame import Row, options, pin, report, samples, summary
-from benchmarks.pools import LONGEST, Prompts, expect
-from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+from benchmarks.pools import LONGEST, Prompts, expect, manager_of
+from kvcache import PagedKVCacheManager, TextContext
 from kvcache.params import HashAlgorithm
 from kvcache.replica.context import hasher_of
 
 PAGE = 16
-
-
-def manager_of(replicas: int, pages: int, algorithm: HashAlgorithm, rows: int = 8) -> PagedKVCacheManager:
-    """A manager whose replicas have `pages` pages and `rows` rows each. A token takes one byte."""
-    params = KVCacheParams(
-        dtype=torch.uint8,
-        n_kv_heads=1,
-        head_dim=1,
-        is_mla=True,
-        enable_prefix_caching=True,
-        page_size=PAGE,
-        hash_algorithm=algorithm,
-        n_devices=replicas,
-        data_parallel_degree=replicas,
-    )
-    memory = pages * PAGE * replicas
-    return PagedKVCacheManager(params, rows * replicas, LONGEST, 1, ["cpu"] * replicas, available_cache_memory=memory)
 
 
 def publish(manager: PagedKVCacheManager, tokens: np.ndarray, replica: int) -> None:
@@ -48,7 +30,7 @@ def publish(manager: PagedKVCacheManager, tokens: np.ndarray, replica: int) -> N
 
 def measure(replicas: int, length: int, algorithm: HashAlgorithm, repeats: int) -> list[Row]:
     """The rows for one prompt length."""
-    manager, prompts = manager_of(replicas, 3 * length // PAGE, algorithm), Prompts()
+    manager, prompts = manager_of(3 * length // PAGE, rows=8, algorithm=algorithm, replicas=replicas), Prompts()
     tokens, other = prompts.tokens(length), prompts.tokens(length)
     shape = {"replicas": replicas, "prompt": length, "hash": algorithm}
 
