@@ -24,6 +24,7 @@ from kvcache.errors import (
     PromptTooLongError,
     SequenceTooLongError,
     UnknownRequestError,
+    WeightsChangedError,
 )
 from kvcache.replica.context import TextContext
 from kvcache.types import Admission, RaggedKVCacheInputs
@@ -248,7 +249,7 @@ class ServingLoop(Uncopied, Generic[PagesT_co]):
                 try:
                     if self.manager.maybe_reserve(entry.context):
                         break
-                except (PromptTooLongError, SequenceTooLongError) as error:
+                except (PromptTooLongError, SequenceTooLongError, WeightsChangedError) as error:
                     outputs.append(self._fail(entry, error))
                     break
                 self._preempt(next(e for e in reversed(self._running.values()) if e.replica == entry.replica))

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.errors import InvalidRequestError, PromptTooLongError, SequenceTooLongError
+from kvcache.errors import InvalidRequestError, PromptTooLongError, SequenceTooLongError, WeightsChangedError
 from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import RaggedKVCacheInputs, RequestID
 from scheduler_adapters.base import PagesAhead, RunTokens
@@ -175,7 +175,7 @@ class OverlappedLoop(ServingLoop[PagesAheadT_co]):
             try:
                 if not self.manager.maybe_reserve(entry.context):
                     return False
-            except (PromptTooLongError, SequenceTooLongError):
+            except (PromptTooLongError, SequenceTooLongError, WeightsChangedError):
                 return False  # a later step that is planned while no step is in flight reports the failure
         return True
 

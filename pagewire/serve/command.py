@@ -138,7 +138,9 @@ async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitSta
     placements: dict[str, type[InTurns | Selected]] = {"in-turns": InTurns, "dynamo": Selected}
     placement = placements.get(options.placement)
     frontend = Frontend(router, placement and placement(), keyring)
-    server = _Server(uvicorn.Config(make_app(frontend, served), log_level="warning", lifespan="off"))
+    server = _Server(
+        uvicorn.Config(make_app(frontend, served, options.checkpoints), log_level="warning", lifespan="off")
+    )
     configs = [] if options.what == "front" else _children(options, endpoint)
     with Fleet(configs) as fleet:
         hearing = asyncio.create_task(frontend.run())

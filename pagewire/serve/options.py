@@ -89,5 +89,12 @@ class ServeOptions:
     lease_s: float = option("S", number(0, 3600), 10.0, "lifetime of a lease that its reader does not renew", rare=True)
     watch: bool = switch("let `pagewire top` watch; logs the addresses")
     device: str = option("DEVICE", device, "cpu", "torch device of the model and its pages", rare=True)
+    checkpoints: Path | None = option(
+        "DIR",
+        input_path,
+        None,
+        "clients may give the fleet the weights of a directory below DIR (POST /weights)",
+        rare=True,
+    )
     json: Path | None = option("FILE", output_file, None, "write the figures to this file at the end")
     seed: int = option("N", whole(0, (1 << 32) - 1), 0, "seed of the small Llama's weights", rare=True)

@@ -13,9 +13,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -49,10 +51,20 @@ _LONGEST_TRACEPARENT = 256
 _PREFILL, _SOURCES = "prefill_process", "kv_sources"  # in `kv_transfer_params`
 _LONGEST_NAME = 256
 _LONGEST_PATH = 200
+_LONGEST_DIRECTORY = 4000
 
 
-def make_app(frontend: Frontend, served: ServedModel) -> Starlette:
-    """Returns the application that serves OpenAI's API from a frontend."""
+class _Weights(msgspec.Struct):
+    """The body of a roll-out: the directory, also relative to the folder of checkpoints."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=_LONGEST_DIRECTORY)]
+
+
+def make_app(frontend: Frontend, served: ServedModel, checkpoints: Path | None = None) -> Starlette:
+    """Returns the application that serves OpenAI's API from a frontend.
+
+    Clients may give the fleet the weights of a directory below `checkpoints`; with None, they may not.
+    """
 
     async def models(_: Request) -> Response:
         return _json({"object": "list", "data": [{"id": served.name, "object": "model", "owned_by": "pagewire"}]})
@@ -76,7 +88,7 @@ def make_app(frontend: Frontend, served: ServedModel) -> Starlette:
         except OpenAIError as error:
             return _json(error.body(), error.status)
 
-    routes = [*_observed(frontend), Route("/processes/{name}/health", health)]
+    routes = [*_observed(frontend), *_rolling(frontend, checkpoints), Route("/processes/{name}/health", health)]
     for at in ("", "/processes/{name}"):
         routes += [
             Route(f"{at}/v1/models", models),
@@ -119,6 +131,39 @@ async def _answered(frontend: Frontend, served: ServedModel, kind: RequestKind, 
         return StreamingResponse(parts, media_type="text/event-stream")
     whole = await _unless_gone(request, _whole(news, answer))
     return Response(status_code=_GONE) if whole is None else _json(whole)
+
+
+def _rolling(frontend: Frontend, checkpoints: Path | None) -> list[Route]:
+    """Returns the route that changes the weights of the fleet, if clients may change them."""
+
+    async def weights(request: Request) -> Response:
+        try:
+            return _json(await _rolled_out(frontend, root, request))
+        except (OpenAIError, ServiceError) as error:
+            told = _told(error)
+            return _json(told.body(), told.status)
+
+    root = (checkpoints or Path()).absolute()
+    return [] if checkpoints is None else [Route("/weights", weights, methods=["POST"])]
+
+
+async def _rolled_out(frontend: Frontend, checkpoints: Path, request: Request) -> Json:
+    """Gives the fleet the weights of the directory that the body names. Goes on if the client leaves."""
+    try:
+        body = msgspec.json.decode(await _body(request), type=_Weights)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise OpenAIError(f"the body is not valid: {error}", param="model") from error
+    model = checkpoints / body.model
+    if ".." in model.parts or checkpoints not in model.parents:
+        raise OpenAIError(f"model is {body.model!r}: a directory below {checkpoints} is needed", param="model")
+    running = asyncio.ensure_future(frontend.rollout.to(str(model)))
+    try:
+        name = await asyncio.shield(running)
+    except ServiceError as error:
+        told = f"{error}; every process keeps its weights"
+        raise OpenAIError(told, status=409 if isinstance(error, RefusedError) else 400, param="model") from error
+    processes = {one.ready.name: one.ready.weights for one in frontend.members.values()}
+    return {"object": "weights", "model": str(model), "weights": name, "processes": processes}
 
 
 def _process(frontend: Frontend, request: Request) -> msg.Ready:
@@ -175,9 +220,10 @@ def _observed(frontend: Frontend) -> list[Route]:
 
 
 def _where(ready: msg.Ready) -> Json:
-    """Returns the endpoints of a process's KV events, and the `kv_source` that names the process in a request."""
+    """Returns the endpoints of a process's KV events, its weights, and its `kv_source`, which a request may name."""
     source = {"address": ready.pulse, "engines": ready.engines}
-    return {"kv_events": ready.kv_events, "kv_replay": ready.kv_replay, "kv_source": source}
+    events = {"kv_events": ready.kv_events, "kv_replay": ready.kv_replay}
+    return {**events, "kv_source": source, "weights": ready.weights}
 
 
 def _json(content: object, status: int = 200) -> Response:
@@ -233,7 +279,7 @@ def _sources(transfer: Json) -> msg.KVSources:
 async def _whole(all_news: AsyncGenerator[msg.Tokens], answer: Answer) -> Json:
     async with aclosing(all_news) as news:
         async for one in news:
-            answer.add(one.tokens, one.finished, one.cached_tokens)
+            answer.add(one.tokens, one.finished, one.cached_tokens, one.weights)
     return answer.whole()
 
 
@@ -242,7 +288,7 @@ async def _parts(all_news: AsyncGenerator[msg.Tokens], answer: Answer, *, includ
     try:
         async with aclosing(all_news) as news:
             async for one in news:
-                yield _event(answer.add(one.tokens, one.finished, one.cached_tokens))
+                yield _event(answer.add(one.tokens, one.finished, one.cached_tokens, one.weights))
         if include_usage:
             yield _event(answer.usage_part())
     except ServiceError as error:

@@ -23,6 +23,8 @@ import zmq
 
 from scheduler_adapters.errors import MessageError, RefusedError, ServiceError
 from scheduler_adapters.front.holders import PageHolders
+from scheduler_adapters.front.members import Member
+from scheduler_adapters.front.rollout import Rollout
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.sockets import Context, Pulse, Socket, received
 from transfer.stats import Buckets
@@ -40,29 +42,13 @@ log = logging.getLogger("pagewire.front")
 
 
 @dataclass(slots=True, eq=False)
-class Member:
-    """A process of the fleet.
-
-    Attributes:
-        ready: its latest `Ready` message.
-        serials: serial numbers of the requests that this frontend has sent to the process, and that have not ended.
-        stats: the process's latest counters, or None until it answers.
-        pulse: becomes readable when the process is gone.
-    """
-
-    ready: msg.Ready
-    pulse: Pulse
-    serials: set[int] = field(default_factory=set[int])
-    stats: msg.Stats | None = None
-
-
-@dataclass(slots=True, eq=False)
 class _Attempt:
     """One attempt to serve a request at one decode process."""
 
     name: str
     request_id: str
     serial: int
+    weights: str
     news: asyncio.Queue[msg.Tokens] = field(default_factory=asyncio.Queue[msg.Tokens])
 
 
@@ -121,6 +107,8 @@ class Frontend:
         members: the processes of the fleet that have not left or been lost, by name.
         left: the last counters of each process that has drained, by name.
         counts: counts of requests by outcome.
+        changed: is set whenever the list of processes, or one of them, has changed.
+        rollout: changes the weights of the processes.
     """
 
     def __init__(self, socket: Socket, placement: Placement | None = None, keyring: Keyring | None = None) -> None:
@@ -136,7 +124,8 @@ class Frontend:
         # Serials start at the current time, so that a restarted frontend does not repeat the serials of its
         # predecessor.
         self._serials = itertools.count(time.time_ns() // 1000)
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()
+        self.rollout = Rollout(self)
         self._is_due = False
         self._unsent_told = float("-inf")
 
@@ -159,8 +148,9 @@ class Frontend:
             while True:
                 self._poll()
                 for name in [name for name, member in self.members.items() if member.pulse.is_over]:
-                    self._lose(name, f"{name} is gone, or silent")
+                    self.lose(name, f"{name} is gone, or silent")
                 self._tell_members()
+                self.rollout.follow()
                 self._holders.follow([one.ready for role in ROLES for one in self._serving(role)])
                 if self._placement is not None:
                     await self._placement.follow([one.ready for one in self._serving("prefill")])
@@ -168,6 +158,7 @@ class Frontend:
         finally:
             loop.remove_reader(self._socket.FD)
             self._holders.close()
+            self.rollout.close()
             for member in self.members.values():
                 member.pulse.close()
 
@@ -218,7 +209,7 @@ class Frontend:
 
         The caller keeps the counts of requests.
         """
-        request_id = request.request_id
+        request_id, weights = request.request_id, ""
         emitted: list[int] = []
         reasons: list[str] = []
         pulled = False
@@ -226,7 +217,8 @@ class Frontend:
         while len(reasons) < MAX_ATTEMPTS:
             attempt: _Attempt | None = None
             try:
-                attempt = await self._submit(request, emitted, refused, decode)
+                attempt = await self._submit(request, emitted, refused, decode, weights)
+                weights = attempt.weights
                 while True:
                     news = await attempt.news.get()
                     if news.finished == "error":
@@ -253,17 +245,25 @@ class Frontend:
                     await asyncio.shield(self._placement.over(request_id))
         raise ServiceError(f"{len(reasons)} attempts: " + "; ".join(reasons))
 
-    async def _submit(self, request: msg.Submit, emitted: Sequence[int], refused: set[str], decode: str) -> _Attempt:
-        """Asks a decode process to continue the answer after the tokens that the client already has."""
+    async def _submit(
+        self, request: msg.Submit, emitted: Sequence[int], refused: set[str], decode: str, weights: str
+    ) -> _Attempt:
+        """Asks a decode process to continue the answer after the tokens that the client already has.
+
+        If there are any, they are of these `weights`, and the process must have the same.
+        """
         prompt, prefill = (*request.prompt, *emitted), request.prefill
-        if self._placement is not None and not prefill:
-            there = [one.ready.name for one in self._serving("prefill")]
-            prefill = await self._placement.place(request.request_id, prompt, there)
-        sources = request.kv_sources or self._holders.sources(prompt, request.cache_salt, prefill)
         while True:
-            name = await self._choose(refused, decode)
+            chosen = await self._choose(refused, decode, weights if emitted else "")
+            if self._placement is not None and not prefill:
+                there = [one.ready.name for one in self._equal(chosen)]
+                prefill = await self._placement.place(request.request_id, prompt, there)
+            name, of = chosen.ready.name, chosen.ready.weights
+            if self.members.get(name) is not chosen or chosen.is_switching:
+                continue
+            sources = request.kv_sources or self._holders.sources(prompt, request.cache_salt, prefill, of)
             serial = next(self._serials)
-            attempt = _Attempt(name, f"{request.request_id}.{serial}", serial)
+            attempt = _Attempt(name, f"{request.request_id}.{serial}", serial, of)
             submit = msgspec.structs.replace(
                 request,
                 request_id=attempt.request_id,
@@ -273,36 +273,53 @@ class Frontend:
                 prefill=prefill,
                 kv_sources=sources,
             )
-            if self._send(name, submit):
+            if self.send(name, submit):
                 self._attempts[serial] = attempt
                 self.members[name].serials.add(serial)
                 return attempt
 
-    async def _choose(self, refused: set[str], wanted: str) -> str:
+    async def _choose(self, refused: set[str], wanted: str, weights: str = "") -> Member:
         """Returns the decode process `wanted`, or else the one with the fewest requests.
 
-        Processes in `refused` are left out.
+        Processes in `refused`, and those that change their weights, are left out. So are those of other weights than
+        `weights`, unless that is empty. A process that has a prefill process of equal weights is preferred, and waited
+        for while processes change their weights.
         """
         deadline = time.monotonic() + _WAIT_S
         while True:
             there = self._serving("decode")
-            willing = [member for member in there if member.ready.name not in refused]
-            if willing:
-                return min(willing, key=lambda one: (one.ready.name != wanted, len(one.serials))).ready.name
-            if there:
+            left = [member for member in there if member.ready.name not in refused]
+            willing = [one for one in left if not one.is_switching and weights in ("", one.ready.weights)]
+            paired = [one for one in willing if self._equal(one)]
+            if chosen := paired or ([] if self.rollout.is_running else willing):
+                return min(chosen, key=lambda one: (one.ready.name != wanted, len(one.serials)))
+            if there and not left:
                 raise RefusedError(
                     f"no decode process accepts the request: {', '.join(sorted(refused))} have refused it"
                 )
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
-            except TimeoutError:
-                raise RefusedError(f"no decode process has been available for {_WAIT_S:.0f} s") from None
+            if left and weights and not self.rollout.is_running:
+                raise ServiceError(f"no process has the weights {weights} any more, which have begun the answer")
+            await self.wait(deadline - time.monotonic())
+            if self.rollout.is_running:
+                deadline = time.monotonic() + _WAIT_S
+            elif time.monotonic() >= deadline:
+                raise RefusedError(f"no decode process has been available for {_WAIT_S:.0f} s")
+
+    async def wait(self, seconds: float) -> None:
+        """Waits until something about the processes has changed, but not longer than this."""
+        self.changed.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.changed.wait(), max(0.0, seconds))
+
+    def _equal(self, decode: Member) -> list[Member]:
+        """Returns the prefill processes that have the weights of a decode process, and keep them."""
+        weights = decode.ready.weights
+        return [one for one in self._serving("prefill") if one.ready.weights == weights and not one.is_switching]
 
     def _forget(self, attempt: _Attempt) -> None:
         """Forgets an attempt whose result is no longer wanted, and aborts it if it is still running."""
         if self._attempts.pop(attempt.serial, None) is not None:
-            self._send(attempt.name, msg.Abort(request_id=attempt.request_id, serial=attempt.serial))
+            self.send(attempt.name, msg.Abort(request_id=attempt.request_id, serial=attempt.serial))
         if attempt.name in self.members:
             self.members[attempt.name].serials.discard(attempt.serial)
 
@@ -314,12 +331,10 @@ class Frontend:
         Raises `ServiceError` if a process does not leave in time, or still holds pages when it leaves.
         """
         for name in names:
-            self._send(name, msg.Drain())
+            self.send(name, msg.Drain())
         deadline = time.monotonic() + _DRAIN_S
         while any(name in self.members for name in names) and time.monotonic() < deadline:
-            self._changed.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _TICK_S)
+            await self.wait(_TICK_S)
         for name in names:
             if name in self.members:
                 raise ServiceError(f"the {name} process has not drained within {_DRAIN_S:.0f} s")
@@ -330,7 +345,7 @@ class Frontend:
 
     async def stats(self) -> dict[str, msg.Stats]:
         """Returns the counters of all processes that answer within ten seconds."""
-        asked = [name for name in list(self.members) if self._send(name, msg.Ask())]
+        asked = [name for name in list(self.members) if self.send(name, msg.Ask())]
         for name in asked:
             if name in self.members:
                 self.members[name].stats = None
@@ -348,9 +363,9 @@ class Frontend:
         """Tells each process which prefill processes are listening. A process that cannot be reached counts as lost."""
         prefills = tuple(one.ready.listen for one in self._serving("prefill"))
         for name in list(self.members):
-            self._send(name, msg.Members(prefills=prefills))
+            self.send(name, msg.Members(prefills=prefills))
 
-    def _send(self, name: str, message: msg.FromFrontend) -> bool:
+    def send(self, name: str, message: msg.FromFrontend) -> bool:
         """Sends a message to a process. Returns whether it was sent.
 
         An unreachable process counts as lost. A process whose queue is full does not count as lost.
@@ -360,12 +375,13 @@ class Frontend:
         except zmq.Again:
             return False
         except zmq.ZMQError:
-            self._lose(name, f"{name} is gone, or silent")
+            self.lose(name, f"{name} is gone, or silent")
             return False
         self._poll_soon()
         return True
 
-    def _lose(self, name: str, reason: str) -> None:
+    def lose(self, name: str, reason: str) -> None:
+        """Counts a process as lost. Its requests go to other processes."""
         member = self.members.pop(name, None)
         if member is None:
             return
@@ -378,7 +394,7 @@ class Frontend:
                     request_id=attempt.request_id, finished="error", error=reason, serial=serial, elsewhere=True
                 )
                 attempt.news.put_nowait(lost)
-        self._changed.set()
+        self.changed.set()
 
     # ---- messages
 
@@ -409,11 +425,14 @@ class Frontend:
                 self._on_tokens(name, message)
             case msg.Stats() if name in self.members:
                 self.members[name].stats = message
+            case msg.Loaded() if name in self.members:
+                self.members[name].loaded = message
+                self.changed.set()
             case msg.Left(stats=stats):
                 self.left[name] = stats
-                self._lose(name, f"{name} has drained: {stats.pages_held} pages held")
+                self.lose(name, f"{name} has drained: {stats.pages_held} pages held")
             case msg.Fatal(error=error):
-                self._lose(name, f"{name} failed: {error}")
+                self.lose(name, f"{name} failed: {error}")
             case msg.Rejected(reason=reason):
                 log.warning("%s could not be sent a message: %s", name, reason)
             case _:
@@ -422,7 +441,7 @@ class Frontend:
     def _on_ready(self, name: str, ready: msg.Ready) -> None:
         known = self.members.get(name)
         if known is not None and known.ready.incarnation != ready.incarnation:
-            self._lose(name, f"{name} was restarted")
+            self.lose(name, f"{name} was restarted")
             known = None
         if known is None:
             try:
@@ -436,7 +455,7 @@ class Frontend:
             log.warning("%s is draining", name)
         self.members[name].ready = ready
         if known is None or known.ready != ready:
-            self._changed.set()
+            self.changed.set()
             self._tell_members()
 
     def _on_tokens(self, name: str, message: msg.Tokens) -> None:
@@ -444,7 +463,7 @@ class Frontend:
         if attempt is None or attempt.name != name:
             # no client waits for the request, for example because an earlier frontend has sent it
             if message.finished is None:
-                self._send(name, msg.Abort(request_id=message.request_id, serial=message.serial))
+                self.send(name, msg.Abort(request_id=message.request_id, serial=message.serial))
             return
         if message.finished is not None:
             del self._attempts[message.serial]

@@ -20,6 +20,7 @@ from kvcache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Eve
 from kvcache.layer_groups import LayerGroup, TableGroup
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.resume import resume
+from kvcache.weights import Segment
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.sockets import received
 
@@ -193,8 +194,10 @@ class PageHolders:
                 self._followed[name] = _ProcessPages(self._context, ready)
         self._poll()
 
-    def sources(self, prompt: Sequence[int], salt: str | None, prefill: str) -> msg.KVSources:
+    def sources(self, prompt: Sequence[int], salt: str | None, prefill: str, weights: str = "") -> msg.KVSources:
         """Returns the processes that have more tokens of a prompt cached than `prefill`, which computes the prompt.
+
+        Only pages of these `weights` count, whichever weights a process has now.
 
         Returns at most three processes, the process with the most cached tokens first. If `prefill` is empty, every
         process with cached pages is eligible. Returns no process unless all processes publish events.
@@ -204,7 +207,7 @@ class PageHolders:
         self._poll()
         kinds: set[tuple[HashAlgorithm, int]] = set()
         kinds.update((one.ready.hash_algorithm, one.ready.page_size) for one in self._followed.values())
-        hashes = {kind: _hashes(prompt, salt, *kind) for kind in kinds}
+        hashes = {kind: _hashes(prompt, salt, *kind, weights) for kind in kinds}
         tokens = {
             name: one.tokens_of(hashes[one.ready.hash_algorithm, one.ready.page_size])
             for name, one in self._followed.items()
@@ -223,7 +226,9 @@ class PageHolders:
             one.poll()
 
 
-def _hashes(prompt: Sequence[int], salt: str | None, algorithm: HashAlgorithm, page_size: int) -> Hashes:
+def _hashes(
+    prompt: Sequence[int], salt: str | None, algorithm: HashAlgorithm, page_size: int, weights: str = ""
+) -> Hashes:
     """Returns the hashes of the prompt's full pages. The last token is left out, because it must always be computed."""
-    hasher = PrefixHasher(algorithm, page_size, salt)
+    hasher = PrefixHasher(algorithm, page_size, salt, segments=(Segment(0, bytes.fromhex(weights) or None),))
     return hashes_of(hasher.digests(np.array(prompt, np.int32), 0, (len(prompt) - 1) // page_size))

@@ -272,9 +272,11 @@ class Answer:
         self._tokens: list[int] = []
         self._reason: str | None = None
         self._cached = 0
+        self._weights = ""
 
-    def add(self, tokens: Sequence[int], finished: Finished | None, cached_tokens: int) -> Json:
-        """Adds tokens that have arrived. Returns the part of a stream that reports them."""
+    def add(self, tokens: Sequence[int], finished: Finished | None, cached_tokens: int, weights: str = "") -> Json:
+        """Adds tokens that have arrived, which these weights have computed. Returns the part of a stream with them."""
+        self._weights = weights or self._weights
         first = not self._tokens
         self._tokens += tokens
         self._reason = None if finished is None else _ENDS.get(finished, finished)
@@ -328,4 +330,5 @@ class Answer:
             "created": asked.created,
             "model": asked.model,
             "choices": [choice],
+            **({"system_fingerprint": self._weights} if self._weights else {}),
         }

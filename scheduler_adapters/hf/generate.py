@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcache.errors import InvalidParamsError
 from kvcache.manager import PagedKVCacheManager
+from kvcache.weights import Running, check_running
 from scheduler_adapters.errors import GenerationError, UnsupportedModelError
 from scheduler_adapters.hf.recurrent import groups_of
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, num_layers_of, paged_attention
+from scheduler_adapters.hf.weights import ModelWeights
 from scheduler_adapters.loop import Request, ServingLoop
 
 if TYPE_CHECKING:
@@ -77,6 +80,28 @@ class PagedGenerator:
                 self._loop.abort(request.request_id)
                 if self._manager.contains(request.request_id):
                     self._manager.release(request.request_id)
+
+    def load_weights(self, path: str | Path, running: Running = "finish") -> str:
+        """Gives the model the weights of a directory of the same architecture, and tells the manager their name.
+
+        No later call meets pages of the weights of before, and if these are loaded again, their pages are found again.
+        Call this between two calls of `generate`. `running` says what other users' running requests do, as in
+        `PagedKVCacheManager.set_weights`. If the manager was made with `weights=bytes.fromhex(model_name(model))`, the
+        pages of the first weights are found again, too.
+
+        Returns:
+            The `model_name` of the weights.
+
+        Raises:
+            ModelLoadError: (a ValueError) the directory does not fit, or there is too little memory for both weights.
+                Nothing has changed.
+            InvalidRequestError: (a ValueError) `running` is invalid.
+        """
+        check_running(running)
+        weights = ModelWeights(self._model)
+        weights.put(weights.load(path))
+        self._manager.set_weights(bytes.fromhex(weights.name), running)
+        return weights.name
 
     def _run(self, requests: Sequence[Request]) -> list[list[int]]:
         tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from transfer.wire.keys import Keyring
 
 MAX_ATTEMPTS = 3
+MAX_REFUSALS = 16
 MAX_OPEN = 4096
 """The limit of open requests, which equals the number of lease words of a prefill process."""
 _EXPIRE_S = 0.01
@@ -67,6 +68,7 @@ class DecodeScheduler:
         clock: a monotonic clock, in seconds.
         keyring: keys for the connections to prefill processes; None for plain sockets.
         trace: whether to create a trace span for each hand-over (`transfer.spans`).
+        weights: names the weights of the model. Only prefill processes of equal weights are asked.
 
     Attributes:
         counts: counters by name. "late": messages that were repeated, or that belong to an attempt that is over.
@@ -94,8 +96,10 @@ class DecodeScheduler:
         clock: Callable[[], float] = time.monotonic,
         keyring: Keyring | None = None,
         trace: bool = False,
+        weights: str = "",
     ) -> None:
         self._trace = trace
+        self._weights, self._is_paused = weights, False
         self.name = name
         self.counts: Counter[str] = Counter()
         self.draining = False
@@ -150,6 +154,11 @@ class DecodeScheduler:
         return self.draining and not (self.open_requests or self._loop.has_work)
 
     @property
+    def is_at_rest(self) -> bool:
+        """Whether no request is open, and no step runs. Pages may still be lent."""
+        return not (self._requests or self._loop.has_work)
+
+    @property
     def sockets(self) -> list[Awaited]:
         """The sockets to wait on while `poll` finds nothing to do."""
         return [*(socket for prefill in self.connections for socket in prefill.sockets), *self._exchange.sockets]
@@ -168,8 +177,9 @@ class DecodeScheduler:
         try:
             if name in self._requests:
                 raise AlreadyClaimedError(f"request {name!r} is already open")
-            if self.draining or len(self._requests) >= self._max_open:
-                why = "is draining" if self.draining else f"has {self._max_open} open requests, its limit"
+            if self.draining or self._is_paused or len(self._requests) >= self._max_open:
+                why = f"has {self._max_open} open requests, its limit"
+                why = "is draining" if self.draining else "is about to change its weights" if self._is_paused else why
                 raise RefusedError(f"request {name!r} is refused: decode process {self.name!r} {why}")
             self._loop.context_for(spec)
         except KVCacheError as error:
@@ -178,6 +188,7 @@ class DecodeScheduler:
             self.frontend.send(news)
             return
         request = DecodeRequest.of(message, spec, next(self._attempts), self._clock() + self._times.wait_s)
+        request.weights = self._weights
         request.span = span_of(message, self.name) if self._trace else None
         self._requests[name] = self._unasked[name] = request
 
@@ -198,6 +209,14 @@ class DecodeScheduler:
         """Refuses each new request from now on, and lends no more pages."""
         self.draining = True
         self._exchange.lending.stop()
+
+    def pause(self) -> None:
+        """Refuses each new request from now on, until `resume`."""
+        self._is_paused = True
+
+    def resume(self, weights: str) -> None:
+        """Accepts requests again, with the weights of this name. No request may be open."""
+        self._is_paused, self._weights = False, weights
 
     def follow(self, prefills: Sequence[str]) -> None:
         """Connects to the prefill processes at these endpoints. Connections to live processes are kept."""
@@ -264,10 +283,10 @@ class DecodeScheduler:
     # ---- messages from prefill processes
 
     def _ask(self) -> None:
-        there = any(prefill.takes_requests for prefill in self.connections)
+        there = [prefill for prefill in self.connections if prefill.serves(self._weights)]
         for request in list(self._unasked.values()) if there else ():
             own = None if request.sources else own_pages(self._manager, self._exchange, request.new_context())
-            if request.ask(self.connections, self._times.prefill_s, chunkwise=self._chunkwise, own=own):
+            if request.ask(there, self._times.prefill_s, chunkwise=self._chunkwise, own=own):
                 request.move("asked", self._clock() + self._times.prefill_s)
                 del self._unasked[request.request_id]
 
@@ -279,7 +298,7 @@ class DecodeScheduler:
         if request is None or (request.attempt, request.prefill) != now or request.phase == "decoding":
             self._on_late(prefill, message)
         elif isinstance(message, msg.Failed):
-            self._fail(request, message.reason, final=message.final, tell_prefill=False)
+            self._fail(request, message.reason, final=message.final, tell_prefill=False, refused=message.elsewhere)
         elif request.offer is not None and request.offer.source != message.source:
             self._fail(request, f"prefill process {prefill.name!r} has offered two leases for one attempt")
         elif request.offers.has_had(message):
@@ -459,15 +478,26 @@ class DecodeScheduler:
             request.blame(reason)
             self._finish(request, "error")
 
-    def _fail(self, request: DecodeRequest, reason: str, *, final: bool = False, tell_prefill: bool = True) -> None:
+    def _fail(
+        self,
+        request: DecodeRequest,
+        reason: str,
+        *,
+        final: bool = False,
+        tell_prefill: bool = True,
+        refused: bool = False,
+    ) -> None:
         """Handles a failed attempt at a request.
 
         The request continues with another attempt, unless the failure is `final` or this was the last attempt allowed.
+        A few attempts that prefill processes have `refused` before they began do not count.
         """
         again = request.phase in ("asked", "offered", "pulling")
         self._give_up(request, reason, tell_prefill=tell_prefill)
         request.reasons.append(reason)
-        if final or not again or len(request.reasons) >= MAX_ATTEMPTS:
+        request.refusals += refused
+        counted = len(request.reasons) - min(request.refusals, MAX_REFUSALS)
+        if final or not again or counted >= MAX_ATTEMPTS:
             tried = len(request.reasons)
             request.blame(reason if tried == 1 else f"{tried} attempts: " + "; ".join(request.reasons))
             self._finish(request, "error")

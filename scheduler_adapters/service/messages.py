@@ -35,6 +35,7 @@ _MAX_REASON = 2000
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 OptionalName = Annotated[str, Meta(max_length=256)]
+Path = Annotated[str, Meta(max_length=4096)]
 Reason = Annotated[str, Meta(max_length=_MAX_REASON)]
 Salt = Annotated[str, Meta(max_length=256)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -75,10 +76,15 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
     engines: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=1024)]
     address: OptionalName = ""  # endpoint of its `PageExchange`, where other processes ask for pages
     page_size: OptionalCount = 0  # in tokens; another process can use its pages only if the page sizes are equal
+    # Names its weights. Repeated when these have changed: the process computes prompts only for readers of equal ones.
+    weights: OptionalName = ""
 
 
 class Leaving(Message, frozen=True, kw_only=True, tag=True):
-    """Prefill to decode: this process accepts no new requests, and exits when all of its requests are read or over."""
+    """Prefill to decode: this process accepts no new requests.
+
+    When all of its requests are read or over, it exits, or changes its weights and says `Welcome` again.
+    """
 
 
 class Rejected(Message, frozen=True, kw_only=True, tag=True):
@@ -121,6 +127,7 @@ class Tokens(Message, frozen=True, kw_only=True, tag=True):
     finished: Finished | None = None  # why it ended; None while it continues
     error: str = ""  # the failure, if `finished` is "error"
     serial: Serial = 0  # serial of the submission
+    weights: OptionalName = ""  # names the weights that have computed them
     cached_tokens: OptionalCount = 0  # only in the last message: the number of prompt tokens that prefill had cached
     elsewhere: bool = False  # only with an error: this process refuses the request, but another process may take it
 
@@ -134,6 +141,7 @@ class Prefill(OfAttempt, frozen=True, kw_only=True, tag=True):
     new_pages: bool = False  # whether an offer may leave out pages that an earlier offer has named
     cache_salt: Salt | None = None
     kv_sources: KVSources = ()  # processes that may have pages of the prompt, in the order in which to ask them
+    weights: OptionalName = ""  # the reader's weights; a process with other weights refuses
 
 
 class PagesOffer(OfAttempt, frozen=True, kw_only=True, tag=True):
@@ -151,6 +159,7 @@ class Failed(OfAttempt, frozen=True, kw_only=True, tag=True):
 
     reason: Reason  # the first reason that was recorded
     final: bool = False  # whether the request would fail at any other process too
+    elsewhere: bool = False  # this process has not begun, because it is about to leave or has other weights
 
 
 class Cancel(OfAttempt, frozen=True, kw_only=True, tag=True):
@@ -184,6 +193,7 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
     # the layer group of each block table, by the `group_idx` of its KV events; empty for one table of full attention
     layer_groups: Annotated[tuple[LayerGroup, ...], Meta(max_length=1024)] = ()
     has_states: bool = False  # whether it has recurrent states, whose KV events follow those of the block tables
+    weights: OptionalName = ""  # names its weights
 
 
 class Fatal(Message, frozen=True, kw_only=True, tag=True):
@@ -225,6 +235,15 @@ class Stats(Message, frozen=True, kw_only=True, tag=True):
     faults: dict[str, int] = {}  # injected faults by kind, if the process runs with fault injection
 
 
+class Loaded(Message, frozen=True, kw_only=True, tag=True):
+    """Server to frontend, the answer to `Load`: the name of the weights that were loaded, or why they were not."""
+
+    name: Name
+    model: Path
+    weights: OptionalName = ""
+    error: Reason = ""
+
+
 class Left(Message, frozen=True, kw_only=True, tag=True):
     """Server to frontend: the process has drained and exits now. These are its final counters."""
 
@@ -241,6 +260,24 @@ class Members(Message, frozen=True, kw_only=True, tag=True):
     prefills: Annotated[tuple[Name, ...], Meta(max_length=1024)]  # endpoints where prefill processes listen
 
 
+class Load(Message, frozen=True, kw_only=True, tag=True):
+    """Frontend to server: load the weights of this directory, and go on with the present ones until `Switch`.
+
+    Weights that were loaded before are dropped. An empty `model` only drops these.
+    """
+
+    model: Path
+
+
+class Switch(Message, frozen=True, kw_only=True, tag=True):
+    """Frontend to server: refuse new requests, and use the loaded weights when no request is open.
+
+    The process then sends `Ready` with the new weights, and accepts requests again.
+    """
+
+    weights: Name  # names the weights that were loaded
+
+
 class Drain(Message, frozen=True, kw_only=True, tag=True):
     """Frontend to server: accept no new request, and exit when no request is open or held any more."""
 
@@ -251,8 +288,8 @@ class Stop(Message, frozen=True, kw_only=True, tag=True):
 
 ToPrefill = Hello | Prefill | Cancel | Rejected
 ToDecode = Welcome | Leaving | PagesOffer | Failed | Rejected
-FromFrontend = Submit | Abort | Ask | Members | Drain | Stop
-ToFrontend = Tokens | Ready | Fatal | Stats | Left | Rejected
+FromFrontend = Submit | Abort | Ask | Members | Load | Switch | Drain | Stop
+ToFrontend = Tokens | Ready | Fatal | Stats | Loaded | Left | Rejected
 AnyMessage = ToPrefill | ToDecode | FromFrontend | ToFrontend
 
 _encoder = msgspec.msgpack.Encoder()

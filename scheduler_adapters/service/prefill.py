@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 
 from kvcache.errors import InvalidRequestError, KVCacheError
@@ -61,6 +62,7 @@ class PrefillScheduler:
         socket: a bound ROUTER (`sockets.bind_router`).
         times: time limits of the phases.
         clock: a monotonic clock, in seconds.
+        weights: names the weights of the model. Prompts for readers of other weights are refused.
 
     Attributes:
         counts: counters by name. "malformed": messages that could not be decoded. "late": messages that were repeated,
@@ -79,10 +81,11 @@ class PrefillScheduler:
         *,
         times: PrefillTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
+        weights: str = "",
     ) -> None:
         self.name = name
         self.counts: Counter[str] = Counter()
-        self.draining = False
+        self.draining = self._is_paused = False
         self._loop = loop
         self._exchange = exchange
         self._socket = socket
@@ -103,6 +106,7 @@ class PrefillScheduler:
             engines=tuple(exchange.engine_id(replica) for replica in replicas),
             address=exchange.address,
             page_size=loop.manager.page_size,
+            weights=weights,
         )
 
     @property
@@ -132,6 +136,11 @@ class PrefillScheduler:
         A step can still run after the last request of its batch has ended.
         """
         return self.draining and not (self.open_requests or self._loop.has_work)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no request is open, and no step runs. Pages may still be lent."""
+        return not (self._requests or self._loop.has_work)
 
     @property
     def sockets(self) -> list[Awaited]:
@@ -171,8 +180,23 @@ class PrefillScheduler:
         if not self.draining:
             self.draining = True
             self._exchange.lending.stop()
-            for reader in list(self._readers):
-                self._send(reader, msg.Leaving())
+            self._tell(msg.Leaving())
+
+    def pause(self) -> None:
+        """Refuses new requests from now on, until `resume`, and tells the readers."""
+        self._is_paused = True
+        self._tell(msg.Leaving())
+
+    def resume(self, weights: str) -> None:
+        """Accepts requests again, with the weights of this name, and tells the readers. No request may be open."""
+        self._is_paused, self._welcome = False, msgspec.structs.replace(self._welcome, weights=weights)
+        self._tell(self._welcome)
+        if self.draining:
+            self._tell(msg.Leaving())
+
+    def _tell(self, message: msg.ToDecode) -> None:
+        for reader in list(self._readers):
+            self._send(reader, message)
 
     def stats(self) -> msg.Stats:
         """Checks the manager's page counts (`check`), then returns the counters."""
@@ -237,7 +261,7 @@ class PrefillScheduler:
             self._lose(sender, f"decode process {known.name!r} calls itself {hello.reader!r} now")
         self._readers.setdefault(sender, _DecodeConnection(hello.reader, hello.incarnation))
         self._send(sender, self._welcome)
-        if self.draining:
+        if self.draining or self._is_paused:
             self._send(sender, msg.Leaving())
         if sender not in self._readers:
             return  # the `Hello` is late: its connection has already been replaced and closed
@@ -279,8 +303,8 @@ class PrefillScheduler:
             prompt=prompt_of(message.prompt, message.cache_salt),
         )
         try:
-            if self.draining:
-                self._fail(request, f"prefill process {self.name!r} is draining")
+            if why := self._refusal(message):
+                self._fail(request, f"prefill process {self.name!r} {why}", elsewhere=True)
                 return
             if len(self._requests) >= LEASE_WORDS:
                 self._fail(request, f"prefill process {self.name!r} has {LEASE_WORDS} requests open")
@@ -294,6 +318,16 @@ class PrefillScheduler:
             self._requests[key] = reader.requests[request_id, attempt] = request
             if not self.peers.begin(asked, context, message.kv_sources):
                 self._queue(asked, context)
+
+    def _refusal(self, message: msg.Prefill) -> str:
+        """Returns why this process refuses a prompt that another process may accept; empty if it does not."""
+        if self.draining:
+            return "is draining"
+        if self._is_paused:
+            return "is about to change its weights"
+        ours = self._welcome.weights
+        differ = message.weights != ours
+        return f"has the weights {ours or '-'}, but the request has {message.weights or '-'}" if differ else ""
 
     def _queue(self, asked: Request, context: TextContext) -> None:
         """Queues a request for the loop, which computes all pages that are not cached when the request's turn comes."""
@@ -447,7 +481,7 @@ class PrefillScheduler:
             request.move("ending", self._clock() + self._times.step_s)
             self._exchange.revoke(request.source, reason)
 
-    def _fail(self, request: PrefillRequest, reason: str) -> None:
+    def _fail(self, request: PrefillRequest, reason: str, *, elsewhere: bool = False) -> None:
         """Ends a request that no longer has a lease, and tells its reader why.
 
         If several reasons were recorded, the message has the first reason.
@@ -458,7 +492,7 @@ class PrefillScheduler:
         if not request.silent:
             attempt, clipped = request.attempt, msg.clipped(reason)
             failed = msg.Failed(request_id=request.request_id, attempt=attempt, reason=clipped, final=request.final)
-            self._send(request.reader, failed)
+            self._send(request.reader, msgspec.structs.replace(failed, elsewhere=elsewhere))
 
     def _forget(self, request: PrefillRequest) -> None:
         request.move("over")

@@ -154,6 +154,10 @@ class PrefillConnection:
         """Whether the process is connected and still accepts requests."""
         return self.welcome is not None and not self.leaving
 
+    def serves(self, weights: str) -> bool:
+        """Whether the process accepts requests of these weights."""
+        return self.takes_requests and self.welcome is not None and self.welcome.weights == weights
+
     @property
     def sockets(self) -> list[Socket]:
         """The sockets that become readable when the process sends something or is lost."""
@@ -186,6 +190,8 @@ class PrefillConnection:
         for frames in received(self._socket):
             match message := self._decoded(frames):
                 case msg.Welcome():
+                    if self.welcome is not None and self.welcome.weights != message.weights:
+                        self.history.clear()
                     self.welcome, self._pause_s, self.leaving = message, _PAUSE_S, False
                     yield message
                 case msg.Leaving():

@@ -293,6 +293,8 @@ class DecodeRequest(TrackedRequest):
         newest: the latest context. The next context reuses its page hashes.
         digest: the number of tokens sent to prefill, and the digest of these tokens. Computed while prefill runs.
         reasons: why each attempt failed.
+        refusals: attempts that a prefill process has refused before it began.
+        weights: names the weights that serve the request.
     """
 
     moves = DECODE_MOVES
@@ -311,6 +313,8 @@ class DecodeRequest(TrackedRequest):
     newest: TextContext | None = None
     digest: tuple[int, bytes] = (0, b"")
     reasons: list[str] = field(default_factory=list[str])
+    refusals: int = 0
+    weights: str = ""
 
     @classmethod
     def of(cls, message: msg.Submit, spec: Request, attempt: int, deadline: float) -> DecodeRequest:
@@ -371,6 +375,7 @@ class DecodeRequest(TrackedRequest):
             finished=finished,
             error=self.reason if finished == "error" else "",
             serial=self.serial,
+            weights=self.weights,
             cached_tokens=0 if finished is None or self.offer is None else self.offer.cached_tokens,
         )
 
@@ -428,6 +433,7 @@ class DecodeRequest(TrackedRequest):
             new_pages=True,
             cache_salt=self.spec.cache_salt,
             kv_sources=self.sources,
+            weights=self.weights,
         )
         asked = route(connections, message, self.avoid, self.wanted, own)
         if asked is None:

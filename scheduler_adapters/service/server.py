@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -45,6 +46,7 @@ from scheduler_adapters.service.sockets import (
     received,
     wait_for_any,
 )
+from scheduler_adapters.service.weights import WeightsSwitch
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.nixl.chaos import ChaosAgent, Rates
@@ -52,6 +54,9 @@ from transfer.pull.exchange import PageExchange
 from transfer.watch import transfers_of
 from transfer.wire.keys import Keyring, load_keyring
 from transfer.wire.secret import read_secret
+
+if TYPE_CHECKING:
+    from scheduler_adapters.hf.weights import ModelWeights
 
 # In milliseconds: how long the main loop sleeps if there is no message or event. It cannot sleep longer, because no
 # socket wakes it when a deadline has passed.
@@ -112,6 +117,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], dict[str, str]]:
     """Returns the loop of one process, and the settings that its peers must share.
 
+    The version of its manager's weights is the `model_name` of its model.
+
     Raises:
         InvalidParamsError, InvalidRequestError, PoolTooSmallError, ModelLoadError: the settings cannot work.
     """
@@ -122,7 +129,7 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
         load_model,
         manager_for,
     )
-    from scheduler_adapters.hf.weights import model_name  # noqa: PLC0415
+    from scheduler_adapters.hf.weights import architecture_name, model_name  # noqa: PLC0415
 
     model = load_model(config.model, config.seed, config.device)
     attend_over_pages(model)
@@ -134,6 +141,7 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
         data_parallel_degree=config.dp,
         group_layers=config.group_layers,
     )
+    params = dataclasses.replace(params, weights=bytes.fromhex(model_name(model)))
     if config.kv_events:
         at = f"tcp://[{config.kv_events}]:0" if ":" in config.kv_events else f"tcp://{config.kv_events}:0"
         params = dataclasses.replace(params, kv_events=KVEvents(at, at))
@@ -146,7 +154,15 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
         if config.overlap
         else ServingLoop(manager, runner, config.token_budget)
     )
-    return loop, {"model": model_name(model)}
+    return loop, {"model": architecture_name(model)}
+
+
+def weights_of(loop: ServingLoop[PagedKVCacheManager]) -> ModelWeights:
+    """Returns the weights of the model that a loop of `build_loop` runs."""
+    from scheduler_adapters.hf.weights import ModelWeights  # noqa: PLC0415
+
+    runner: Any = loop.runner
+    return ModelWeights(getattr(runner, "runner", runner).model, (loop.manager.weights or b"").hex())
 
 
 class ChaosAgents:
@@ -205,13 +221,14 @@ def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSig
         replica_options={"timed": config.trace},
         allowed_peers=config.allowed_peers,
     )
+    weights = weights_of(loop)
     ready = _ready(config, manager, exchange)
     # the loop closes first, so that a step that still runs ends before its pages are freed
     with closing(manager), closing(exchange), closing(loop):
         scheduler: PrefillScheduler | DecodeScheduler
         if config.role == "prefill":
             router, times = bind_router(context, config.listen, keyring), PrefillTimes(lease_s=config.lease_s)
-            scheduler = PrefillScheduler(config.name, loop, exchange, router, times=times)
+            scheduler = PrefillScheduler(config.name, loop, exchange, router, times=times, weights=weights.name)
             ready = msgspec.structs.replace(ready, listen=router.address)
         else:
             scheduler = DecodeScheduler(
@@ -226,13 +243,15 @@ def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSig
                 chunkwise=config.chunkwise,
                 keyring=keyring,
                 trace=config.trace,
+                weights=weights.name,
             )
         with (
+            closing(WeightsSwitch(config.name, weights, manager, scheduler)) as switch,
             served_metrics(config, scheduler, loop, exchange) as metrics,
             watched_service(config.watch, scheduler, manager, exchange, keyring) as watch,
         ):
             ready = msgspec.structs.replace(ready, metrics=metrics, watch="" if watch is None else watch.address)
-            _Rounds(scheduler, socket, Herald(ready, config.ready_s), chaos, watch).run(told)
+            _Rounds(scheduler, socket, Herald(ready, config.ready_s), switch, chaos, watch).run(told)
 
 
 def _ready(config: ServerConfig, manager: PagedKVCacheManager, exchange: PageExchange) -> msg.Ready:
@@ -251,6 +270,7 @@ def _ready(config: ServerConfig, manager: PagedKVCacheManager, exchange: PageExc
         hash_algorithm=manager.params.hash_algorithm,
         layer_groups=tuple(table.group for table in manager.layer_tables.tables),
         has_states=manager.params.states is not None,
+        weights=(manager.weights or b"").hex(),
     )
 
 
@@ -323,17 +343,17 @@ class DrainSignal:
 
 
 class Herald:
-    """Sends `Ready` when the process starts, when a drain begins, and every `ready_s` seconds."""
+    """Sends `Ready` when the process starts, when something in it has changed, and every `ready_s` seconds."""
 
     def __init__(self, ready: msg.Ready, ready_s: float) -> None:
         self._ready = ready
         self._ready_s = ready_s
         self._due = 0.0
 
-    def say(self, frontend: FrontendQueue, *, draining: bool) -> None:
+    def say(self, frontend: FrontendQueue, *, draining: bool, weights: str) -> None:
         """Sends `Ready` if it is due. The message is delayed while other messages to the frontend are queued."""
-        if draining != self._ready.draining:
-            self._ready, self._due = msgspec.structs.replace(self._ready, draining=draining), 0.0
+        if (draining, weights) != (self._ready.draining, self._ready.weights):
+            self._ready, self._due = msgspec.structs.replace(self._ready, draining=draining, weights=weights), 0.0
         if (now := time.monotonic()) >= self._due and not frontend.is_behind:
             self._due = now + self._ready_s if self._ready_s else math.inf
             frontend.send(self._ready)
@@ -347,6 +367,7 @@ class _Rounds:
         scheduler: PrefillScheduler | DecodeScheduler,
         socket: Socket,
         herald: Herald,
+        switch: WeightsSwitch,
         chaos: ChaosAgents | None,
         watch: ManagerWatch | None = None,
     ) -> None:
@@ -355,6 +376,7 @@ class _Rounds:
         self._frontend = FrontendQueue(socket) if self._decode is None else self._decode.frontend
         self._socket = socket
         self._herald = herald
+        self._switch = switch
         self._chaos = chaos
         self._watch = watch
         self._stopped = False
@@ -365,7 +387,10 @@ class _Rounds:
         while not self._stopped:
             if told.drain:
                 scheduler.drain()
-            self._herald.say(frontend, draining=scheduler.draining)
+            self._switch.attend()
+            self._herald.say(frontend, draining=scheduler.draining, weights=self._switch.name)
+            if (loaded := self._switch.take_loaded()) is not None:
+                frontend.send(loaded)
             # While the frontend leaves too many answers unread, its own messages are not read. They wait in the socket.
             hears = [] if frontend.is_deaf else [self._socket]
             for frames in itertools.chain.from_iterable(map(received, hears)):
@@ -396,6 +421,10 @@ class _Rounds:
             case msg.Ask():
                 faults = {} if self._chaos is None else self._chaos.faults
                 self._frontend.send(msgspec.structs.replace(self._scheduler.stats(), faults=faults))
+            case msg.Load(model=model):
+                self._switch.load(model)
+            case msg.Switch(weights=weights):
+                self._switch.switch(weights)
             case msg.Members() if decode is not None:
                 decode.follow(message.prefills)
             case msg.Submit() if decode is not None:

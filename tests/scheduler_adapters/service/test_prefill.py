@@ -22,7 +22,8 @@ class Rig:
         prefill._serial, prefill._clock, prefill._times = itertools.count(), lambda: 0.0, PrefillTimes()
         monkeypatch.setattr(PrefillScheduler, "_fail", self._note)
 
-    def _note(self, request: PrefillRequest, reason: str) -> None:
+    def _note(self, request: PrefillRequest, reason: str, *, elsewhere: bool) -> None:
+        assert elsewhere
         assert reason == "prefill process 'p' is draining"
         self.begun.append((request.request_id, request.attempt))
 
