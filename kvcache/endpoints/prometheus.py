@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from kvcache.endpoints.families import Family, FamilyCollector, Sample
 from kvcache.manager import PagedKVCacheManager
 from kvcache.replica.replica import Replica
@@ -47,6 +49,18 @@ def _pages(all_of: Replicas) -> Iterator[Sample]:
         yield (number, "held"), replica.pool.num_pages - free
         yield (number, "idle"), idle
         yield (number, "empty"), free - idle
+
+
+def _cached_pages(all_of: Replicas) -> Iterator[Sample]:
+    for number, replica in enumerate(all_of.each):
+        published = replica.pool.index.published.copy()
+        older = replica.pool.versions.num_older(published)
+        yield (number, "current"), int(np.count_nonzero(published)) - older
+        yield (number, "older"), older
+
+
+def _switches(all_of: Replicas) -> Iterator[Sample]:
+    yield (), all_of.rows.weights.now.switches
 
 
 def _states(all_of: Replicas) -> Iterator[Sample]:
@@ -129,6 +143,20 @@ FAMILIES = (
         "Pages by state: held (by a request or lease, or being written), idle (findable by their prefix), or empty.",
         ("replica", "state"),
         _pages,
+    ),
+    Family(
+        "pagewire_cached_pages",
+        "gauge",
+        "Pages in the prefix cache by the weights that computed them: current, or older.",
+        ("replica", "weights"),
+        _cached_pages,
+    ),
+    Family(
+        "pagewire_weights_switches_total",
+        "counter",
+        "Switches to other weights (`set_weights`).",
+        (),
+        _switches,
     ),
     _each(
         "pagewire_page_usage_ratio",

@@ -42,6 +42,10 @@ class PageVersions(PageReader):
         """Returns a mask of the `pages` that no request has computed or used under the current version."""
         return np.zeros(len(pages), np.bool_)
 
+    def num_older(self, published: NDArray[np.bool_]) -> int:  # noqa: ARG002 - all are of one version
+        """Returns how many of the `published` pages, bool `[num_pages + 1]`, are not of the current version."""
+        return 0
+
 
 class SeveralVersions(PageVersions):
     """The versions of the pages of a pool after a switch, in two arrays, int32 `[num_pages + 1]`.
@@ -78,6 +82,9 @@ class SeveralVersions(PageVersions):
 
     def are_old(self, pages: Pages | Indices) -> NDArray[np.bool_]:
         return self._used[pages] != self._now
+
+    def num_older(self, published: NDArray[np.bool_]) -> int:
+        return int(np.count_nonzero(published & (self._of != self._now)))
 
     def changed(self, pages: Indices | int, come: bool, digests: Digests | int) -> None:  # noqa: ARG002 - any pages
         if come:

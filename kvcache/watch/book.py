@@ -144,7 +144,13 @@ class WatchBook:
             page_size=self._sizes[0],
             page_bytes=self._sizes[1],
             pools=tuple(
-                PoolLook(name=one.name, num_pages=one.pool.num_pages, counts=counted(one.cells)) for one in self._pools
+                PoolLook(
+                    name=one.name,
+                    num_pages=one.pool.num_pages,
+                    counts=counted(one.cells),
+                    older=one.pool.versions.num_older(one.pool.index.published),
+                )
+                for one in self._pools
             ),
             owners=self._named(owners),
             leases=beside.leases,

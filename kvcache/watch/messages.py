@@ -104,6 +104,7 @@ class PoolLook(msgspec.Struct, frozen=True, kw_only=True):
     name: Label  # the index of the replica, or the name of the tier
     num_pages: Annotated[int, Meta(ge=1, lt=1 << 31)]  # the number of pages without page 0, the null page
     counts: tuple[Count, ...]  # the number of pages in each `PageState`
+    older: Count = 0  # the number of cached pages that other weights than the current ones have computed
 
 
 class Owners(msgspec.Struct, frozen=True, kw_only=True):

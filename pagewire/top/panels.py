@@ -178,6 +178,7 @@ def processes(view: TopView) -> TableRows:
             counts = " ".join(
                 f"{state.name.lower()} {pool.counts[state]:,}" for state in PageState if pool.counts[state]
             )
+            counts += f" (of older weights {pool.older:,})" if pool.older else ""
             found.append((process.name, state, pool.name, f"{pool.num_pages:,}", counts, recount(look)))
     return found
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import kvcache.replica.imports
 from kvcache import (
@@ -17,9 +18,11 @@ from kvcache import (
     InterruptedCallError,
     InvalidParamsError,
     InvalidRequestError,
+    LayerGroup,
     ManagerClosedError,
     NotReservedError,
     PagedKVCacheManager,
+    StateShape,
     TextContext,
     WeightsChangedError,
 )
@@ -186,25 +189,53 @@ class FrontFirst(LruOrder):
         super().append(pages[::-1])
 
 
-def test_pages_found_after_those_that_come_from_the_host_keep_their_names_at_a_switch() -> None:
-    params = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-3, "eviction_order": FrontFirst}
-    manager = made("a", pages=12, page_size=4, params=params)
-    manager.release(begun(manager, PROMPT).request_id)
-    manager.flush_tiers()
-    manager.release(begun(manager, range(100, 133)).request_id)  # nine pages: seven are fresh
-    context = TextContext(PROMPT, 200, "r")
-    manager.external_claim("r")
-    assert manager.maybe_reserve(context)
+FULL, WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 9)
+STATE = StateShape(1, 1, 1, 1, 1, 2, torch.float32, torch.float32, form="linear")
+# For each kind of layers, the params, and how many of a prompt's pages are evicted from the device.
+KINDS: dict[str, tuple[dict[str, Any], int]] = {
+    "full": ({}, 2),
+    "window": ({"groups": (FULL, WINDOW)}, 2),
+    "windows alone": ({"groups": (LayerGroup("window", (0,), 9), LayerGroup("window", (1,), 13))}, 5),
+    "chunks": ({"groups": (FULL, LayerGroup("chunked", (1,), 16))}, 2),
+    "state": ({"states": STATE, "state_copies": 8}, 4),
+    "window and state": ({"groups": (FULL, WINDOW), "states": STATE, "state_copies": 8}, 4),
+}
+
+
+def ran(manager: PagedKVCacheManager, context: TextContext, tokens: int) -> None:
+    """Runs a claimed request, and its recurrent state if the model has one, until it has so many tokens."""
+    while context.end_idx < tokens:
+        assert manager.maybe_reserve(context)
+        manager.fetch([context])
+        for states in manager.states:
+            states.advance(states.pages_at([context.request_id], [context.start_idx]), [context.active_idx])
+        context.update(7)
+        manager.step([context])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_found_after_those_that_come_from_the_host_keep_their_names_at_a_switch(kind: str) -> None:
+    params, evicted = KINDS[kind]
+    layers, params = len(params.get("groups", "1")), {"eviction_order": FrontFirst, **params}
+    manager = made("a", pages=60, layers=layers, page_size=4, params=params, host_slots=80)
     replica = manager._replicas.each[0]
-    assert context.start_idx == 20
-    assert replica.rows.committed.item(replica.rows.row_of["r"]) == 0, "the first two pages have not arrived yet"
+    first, again = (TextContext(PROMPT, 200, name) for name in ("first", "again"))
+    manager.external_claim("first")
+    ran(manager, first, len(PROMPT) + 1)
+    manager.release("first")
+    manager.flush_tiers()
+    replica.pool.release(replica.pool.allocate(replica.pool.free_count - replica.pool.idle.count + evicted))
+    manager.external_claim("again")
+    assert manager.maybe_reserve(again)
+    assert again.start_idx == 20
+    assert replica.rows.committed.item(replica.rows.row_of["again"]) < 5, "the first pages have not arrived yet"
     manager.set_weights("b")
-    assert manager.lineage("r") == ((0, 20, version_bytes("", "a")),)
-    step(manager, [context], 5)
-    manager.check()
     of_a, of_b = (version_bytes("", name) for name in "ab")
-    assert manager.lineage("r") == ((0, 20, of_a), (20, 6, of_b))
-    manager.release("r")
+    assert manager.lineage("again") == ((0, 20, of_a),)
+    ran(manager, again, len(PROMPT) + 5)
+    manager.check()
+    assert manager.lineage("again") == ((0, 20, of_a), (20, 6, of_b))
+    manager.release("again")
     assert found(manager, PROMPT) == 0
     manager.set_weights("a")
     assert found(manager, PROMPT) == 20

@@ -49,6 +49,11 @@ def assert_as_booked(manager: Any, found: Scrape) -> None:
     assert value(found, "pagewire_pages") == manager.total_num_pages
     assert value(found, "pagewire_page_usage_ratio") / manager.num_replicas == pytest.approx(manager.used_blocks_pct)
     assert value(found, "pagewire_leased_pages") == manager.num_leased_blocks
+    cached = manager.num_blocks_by_weights
+    current = cached.pop(manager.weights)
+    assert value(found, "pagewire_cached_pages", weights="current") == current
+    assert value(found, "pagewire_cached_pages", weights="older") == sum(cached.values())
+    assert value(found, "pagewire_weights_switches_total") == manager._replicas.rows.weights.now.switches
     for why in FileRefusal:
         assert value(found, "pagewire_file_refused_pages_total", reason=why.value) == getattr(
             metrics, f"file_blocks_{why}"
@@ -63,6 +68,25 @@ def served(tmp_path: Path) -> Iterator[Served]:
     yield it
     it.manager.check()
     it.manager.close()
+
+
+def test_cached_pages_are_told_by_the_weights_that_computed_them(served: Served) -> None:
+    manager = served.manager
+    served.serve(HEAD, replica=0)
+    manager.set_weights("b")
+    assert_as_booked(manager, scraped(ManagerCollector(manager)))
+    served.serve(range(100, 120), replica=1)
+    found = scraped(ManagerCollector(manager))
+    assert_as_booked(manager, found)
+    told = [
+        value(found, "pagewire_cached_pages", weights=one, replica=at) for one in ("current", "older") for at in (0, 1)
+    ]
+    assert told == [0, 5, 10, 0]
+    assert value(found, "pagewire_weights_switches_total") == 1
+    manager.set_weights(None)
+    found = scraped(ManagerCollector(manager))
+    assert value(found, "pagewire_cached_pages", weights="older") == 5
+    assert value(found, "pagewire_weights_switches_total") == 2
 
 
 def test_every_figure_of_a_scrape_is_that_of_the_manager(served: Served) -> None:

@@ -228,6 +228,18 @@ def test_the_tree_has_shared_prefixes_with_their_sizes_and_hits() -> None:
     again.close()
 
 
+def test_pages_of_older_weights_are_counted() -> None:
+    manager = manager_of(64)
+    served(manager, "r", list(range(33)))
+    watcher = Watcher(manager)
+    assert watcher.look().pools[0].older == 0
+    manager.set_weights("b")
+    assert watcher.look().pools[0].older == 8
+    manager.set_weights(None)
+    assert watcher.look().pools[0].older == 0
+    watcher.close()
+
+
 def test_old_and_young_pages_are_distinguished() -> None:
     manager = manager_of(64)
     for number in range(4):

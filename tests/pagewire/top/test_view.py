@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from kvcache.watch.messages import AskLook
+from kvcache.watch.messages import AskLook, PoolLook
+from pagewire.top.panels import processes
 from pagewire.top.sources import Heard
 from pagewire.top.view import Filter, WatchedProcess
 
@@ -28,3 +29,12 @@ def test_a_replica_is_chosen_by_its_whole_name_and_a_process_by_a_part(replica: 
     chosen = Filter(replica=replica, process="code-2")
     assert [pool for pool in ("0", "1", "10") if chosen.has_pool("decode-2", pool)] == shown
     assert not any(chosen.has_pool("decode-1", pool) for pool in ("0", "1", "10"))
+
+
+def test_pages_of_older_weights_are_shown() -> None:
+    pools = (PoolLook(name="0", num_pages=9, counts=(0, 5, 4, 0, 0, 0), older=older) for older in (0, 3))
+    followed = SimpleNamespace(look=SimpleNamespace(pools=(*pools,), check=None))
+    process = SimpleNamespace(name="p", followed=followed, heard_at=1.0, error="")
+    view: Any = SimpleNamespace(processes={"p": process}, now=2.0)
+    view.is_gone = [].count
+    assert [row[4] for row in processes(view)] == ["idle 5 held 4", "idle 5 held 4 (of older weights 3)"]
