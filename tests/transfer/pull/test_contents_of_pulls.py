@@ -87,6 +87,8 @@ class PairOverNixl(Pair):
         for one in self.open:
             assert isinstance(one, Pulled)
             one.post()
+        if self.open and self.random.random() < 0.4:
+            self.follow()
 
     def follow(self) -> None:
         ahead, behind = self.random.sample(self.engines, 2)
