@@ -52,7 +52,8 @@ WAYS = {"ours": json.dumps(OURS), "theirs": json.dumps(THEIRS), "none": ""}
 OK = 200
 LEASE_S = 6
 BLOCK, BLOCKS = 32, 64
-AT_ONCE, BATCH, BURST = 6, 8, 24
+AT_ONCE, BATCH, BURST = 6, 6, 24
+SHORT = 100  # tokens; as many prompts of this length as a batch has fit a pool of two groups
 _ALPHABET = 256
 _STATISTICS = "counts; `held`: the most blocks that were still held after a round, longer than any lease"
 _BROKEN = (OSError, http.client.HTTPException, ValueError)
@@ -120,9 +121,9 @@ class Rig:
         """Whether the servers have a connector."""
         return len(self.servers) > 1
 
-    def draw(self, count: int) -> list[int]:
-        """Returns the numbers of different prompts."""
-        return self.numbers.sample(range(len(self.prompts)), count)
+    def draw(self, count: int, most: int = 1000) -> list[int]:
+        """Returns the numbers of different prompts, of at most `most` tokens."""
+        return self.numbers.sample([at for at, prompt in enumerate(self.prompts) if len(prompt) <= most], count)
 
     def prefilled(self, at: int) -> Any:
         """Returns the reference to a prompt that prefill has computed; None without one."""
@@ -216,14 +217,14 @@ def burst(rig: Rig, case: str = "burst", count: int = BURST) -> None:
 
 def swapped(rig: Rig) -> None:
     """Gives each request the reference of another."""
-    chosen = rig.draw(BATCH)
+    chosen = rig.draw(BATCH, SHORT)
     params = rig.all_prefilled(chosen)
     rig.ask_all("swapped", chosen, [*params[1:], params[0]])
 
 
 def used_again(rig: Rig, case: str) -> None:
     """Uses references again after they were read: `stale`, `reused` or `evicted`."""
-    chosen = rig.draw(2 * BATCH)
+    chosen = rig.draw(2 * BATCH, SHORT)
     first, others = chosen[:BATCH], chosen[BATCH:]
     params = rig.all_prefilled(first)
     rig.ask_all("burst", first, params)
@@ -235,7 +236,7 @@ def used_again(rig: Rig, case: str) -> None:
 
 def expired(rig: Rig) -> None:
     """Uses references that nobody has read in time."""
-    chosen = rig.draw(BATCH)
+    chosen = rig.draw(BATCH, SHORT)
     rig.forget(rig.decode)
     params = rig.all_prefilled(chosen)
     time.sleep(2 * LEASE_S)
@@ -245,7 +246,7 @@ def expired(rig: Rig) -> None:
 
 def restarted(rig: Rig) -> None:
     """Uses references of a server that was killed and started again since."""
-    chosen = rig.draw(BATCH)
+    chosen = rig.draw(BATCH, SHORT)
     rig.forget(rig.decode)
     params = rig.all_prefilled(chosen)
     rig.restart(rig.prefill)
@@ -256,7 +257,7 @@ def restarted(rig: Rig) -> None:
 def killed(rig: Rig) -> None:
     """Kills each server in turn during a burst, and starts it again."""
     for server in rig.servers:
-        during(partial(burst, rig, "killed"), partial(rig.restart, server), rig.numbers.uniform(0.1, 1.5))
+        during(partial(burst, rig, "killed", BURST // 2), partial(rig.restart, server), rig.numbers.uniform(0.1, 1.5))
 
 
 def stopped(rig: Rig) -> None:
@@ -362,7 +363,7 @@ def rows_of(way: str, model: str, rig: Rig) -> list[Row]:
 def measure(way: str, model: str, folder: Path, chosen: argparse.Namespace) -> list[Row]:
     """Returns the rows of a way and a model."""
     settings = Settings(
-        make_model(folder, model), block_size=BLOCK, blocks=BLOCKS, max_tokens=1024, connector=WAYS[way],
+        make_model(folder, model), block_size=BLOCK, blocks=BLOCKS, max_tokens=896, connector=WAYS[way],
         extra=json.dumps({"kv_lease_duration": LEASE_S}), policy=chosen.policy,
     )  # fmt: skip
     file, prompts = folder / f"{model}.json", prompts_of(chosen.prompts)
@@ -377,6 +378,8 @@ def measure(way: str, model: str, folder: Path, chosen: argparse.Namespace) -> l
         for server in servers:
             server.wait()
         run_way(rig, chosen.requests, chosen.slow_every)
+    except RuntimeError as error:  # a server did not start, at first or after it had ended: what was counted stays
+        progress(str(error))
     finally:
         for server in servers:
             server.stop()
@@ -389,7 +392,7 @@ def main() -> int:
     parser.add_argument("--ways", default=",".join(WAYS), help="ways to count, with commas between")
     parser.add_argument("--models", default="llama,gemma3", help="models of `tests.vllm_serve.models`")
     parser.add_argument("--requests", type=int, default=1000, help="the least number of answers for each way and model")
-    parser.add_argument("--slow-every", type=int, default=4, help="the slow cases come every so many rounds")
+    parser.add_argument("--slow-every", type=int, default=3, help="the slow cases come every so many rounds")
     parser.add_argument("--prompts", type=int, default=150, help="number of different prompts")
     parser.add_argument("--policy", default="fail", choices=("fail", "recompute"), help="kv_load_failure_policy")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, with the command and the code")

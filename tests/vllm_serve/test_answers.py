@@ -21,7 +21,7 @@ def test_right_wrong_and_failed_answers_are_told_apart(servers: Any, model: Mode
     target = model("llama")
     pair = servers.get(Settings(target, number=30), Settings(target, number=31))
     (plain,) = servers.get(Settings(target, connector="", prefix_cache=False))
-    prompts = prompts_of(2 * BATCH)
+    prompts = prompts_of(6 * BATCH)
     rig = Rig(pair, prompts, [ask(plain.url, prompt).tokens for prompt in prompts], random.Random(1))
     burst(rig, count=BATCH)
     assert by_result(rig.counts) == {"right": BATCH, "wrong": 0, "failed": 0}
