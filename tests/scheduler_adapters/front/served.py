@@ -29,8 +29,12 @@ class Served:
         self.processes: dict[str, ForkedProgram] = {}
         self._logs: dict[str, IO[bytes]] = {}
 
+    def command(self, *arguments: str) -> list[str]:
+        """Returns the command that starts a process."""
+        return [sys.executable, "-m", "pagewire", "serve", *arguments]
+
     def start(self, name: str, *arguments: str) -> None:
-        command = [sys.executable, "-m", "pagewire", "serve", *arguments]
+        command = self.command(*arguments)
         self._logs[name] = (self.folder / f"{name}.log").open("ab")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self.processes[name] = ForkedProgram(command, self._logs[name], environment)

@@ -103,7 +103,7 @@ class Served:
         self.manager = manager_of(self.model, pages, fresh.names[0], host_slots=200)
         self.runner = Recorded(self.model)
         self.loop = ServingLoop(self.manager, self.runner, token_budget=32)
-        self.version, self.made = 0, 0
+        self.version, self.made, self.told = 0, 0, 0
         self.seen: dict[str, list[int]] = {}  # the version of each computed token of each request
         self.contexts: dict[str, Any] = {}
         self.leases: list[tuple[str, Any]] = []
@@ -170,7 +170,7 @@ class Served:
             self.leases.append((name, self.manager.lease(name)))
             self.counts["leases"] += 1
 
-    def run(self, requests: int, a_switch_every: float) -> Counter[str]:
+    def run(self, requests: int, a_switch_every: float, tell: Callable[[str], object] = lambda _: None) -> Counter[str]:
         while self.made < requests or self.loop.has_work:
             while self.made < requests and self.loop.num_running + self.loop.num_waiting < 6:
                 self.add()
@@ -179,6 +179,9 @@ class Served:
             if self.random.random() < 0.1:
                 self.lease()
             self.step()
+            if self.made >= self.told + 500:
+                self.told = self.made
+                tell(f"{self.made} requests, {self.counts['switches']} switches: 0 wrong\n")
         for _, lease in self.leases:
             self.manager.end_lease(lease)
         assert_nothing_held(self.manager)
@@ -258,7 +261,7 @@ def main() -> int:
         with without_version():
             counts = Served(Fresh(), given.seed).run(given.requests, given.every)
     else:
-        counts = Served(Fresh(), given.seed).run(given.requests, given.every)
+        counts = Served(Fresh(), given.seed).run(given.requests, given.every, tell=sys.stderr.write)
     sys.stdout.write(f"{dict(counts)}\n")
     return 0
 
