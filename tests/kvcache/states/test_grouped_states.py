@@ -177,6 +177,18 @@ def test_an_import_copies_the_missing_pages_of_each_table_and_the_state(copies: 
     assert served(target, [*PROMPT, *[NEXT] * 5], "again")[0] == 44
 
 
+@pytest.mark.parametrize(("window", "kept"), [(4, 1), (1, 0), (6, 1)])
+def test_an_imported_state_is_cached_if_a_page_of_the_first_window_names_it(window: int, kept: int) -> None:
+    """A window of 4 tokens has the last page of the prefix alone. A window of one token begins after the prefix."""
+    groups = {"groups": (LayerGroup("window", (0, 1), window),)}
+    source, target = make(files=groups), make(files=groups)
+    served(source, PROMPT, release=False)
+    context, pending = handed(source, target, source.block_table("r"))
+    target.commit_import(context, pending, proven(target, pending))
+    assert target.states[0].num_kept == kept
+    target.check()
+
+
 @pytest.mark.parametrize("evicts", [False, True])
 @pytest.mark.parametrize("copies", [20, None])
 @pytest.mark.parametrize("covers", [3, 16, 23, 35])
