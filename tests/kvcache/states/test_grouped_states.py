@@ -14,6 +14,7 @@ import torch
 from kvcache import (
     BlockTable,
     BlockTableMismatchError,
+    InvalidRequestError,
     LayerGroup,
     PagedKVCacheManager,
     TextContext,
@@ -350,3 +351,15 @@ def test_requests_of_a_batch_whose_leased_states_leave_room_for_one_begin_anew_o
     assert manager.reserve_batch(contexts).all()
     assert contexts[1].start_idx == 0
     run(manager, contexts[1])
+
+
+def test_a_step_that_would_overwrite_the_state_of_a_running_step_is_refused() -> None:
+    manager = make()
+    context = start(manager, PROMPT, "r")
+    assert manager.maybe_reserve(context)
+    with pytest.raises(
+        InvalidRequestError, match="fetch_ahead of 1 requests: .* the steps of this model cannot overlap"
+    ):
+        manager.fetch_ahead([context])
+    run(manager, context)  # as an ordinary step
+    manager.release("r")
