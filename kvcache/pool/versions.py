@@ -39,7 +39,7 @@ class PageVersions(PageReader):
         return np.zeros(len(pages), np.int32)
 
     def are_old(self, pages: Pages | Indices) -> NDArray[np.bool_]:
-        """Returns a mask of the `pages` that no request has computed or used under the current version."""
+        """Returns a mask of the `pages` that are of another version, and were last used under another version."""
         return np.zeros(len(pages), np.bool_)
 
     def num_older(self, published: NDArray[np.bool_]) -> int:  # noqa: ARG002 - all are of one version
@@ -81,7 +81,8 @@ class SeveralVersions(PageVersions):
         return self._of[pages]
 
     def are_old(self, pages: Pages | Indices) -> NDArray[np.bool_]:
-        return self._used[pages] != self._now
+        now = self._now
+        return (self._of[pages] != now) & (self._used[pages] != now)
 
     def num_older(self, published: NDArray[np.bool_]) -> int:
         return int(np.count_nonzero(published & (self._of != self._now)))

@@ -184,11 +184,12 @@ class Replica:
             segments = followed_by(chosen.segments, plan.cached // self.page_size, version)
             candidates.keep(candidates.of(segments))
             self._lineages[row] = Lineage(segments, switches)
-            self._use(chosen.digests(context.tokens, 0, plan.cached // self.page_size))
             taken = self.act(row, context, indices, plan)
         finally:
             if taken is None:
                 self._lineages.pop(row, None)
+        if taken is not None:
+            self._use(chosen.digests(context.tokens, 0, plan.cached // self.page_size))
         return taken
 
     def _use(self, digests: Digests) -> None:

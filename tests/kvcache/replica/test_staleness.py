@@ -310,6 +310,18 @@ def test_old_pages_that_are_in_use_are_evicted_in_their_turn() -> None:
     assert [manager.admission(asks(tokens)).cached_pages for tokens in prompts] == [5, 0, 0]
 
 
+def test_a_page_that_was_used_under_other_weights_is_current_again_after_a_rollback() -> None:
+    manager = made(16)
+    run_once(manager, [*range(9)])
+    manager.set_weights("b")
+    assert found(manager, [*range(9)], 1) == 8
+    manager.set_weights("a")
+    run_once(manager, [*range(50, 59)])
+    assert found(manager, [*range(9)], 0) == 8  # it is the newest one now
+    begun(manager, asks([*range(200, 256)], 0))  # 14 pages: 12 are fresh
+    assert [manager.admission(asks([*range(at, at + 9)], 0)).cached_pages for at in (0, 50)] == [2, 0]
+
+
 # ---- names
 
 
