@@ -27,6 +27,7 @@ from tests.kvcache.random_model.plain import (
     named_of,
     tokens_of,
 )
+from tests.kvcache.random_model.switches import Switches
 
 
 class Books:
@@ -69,6 +70,7 @@ class Books:
         self.seen_evictions = [0] * count
         self.seen_state_evictions = [0] * count
         self.seen_right: set[tuple[int, int, Digest]] = set()
+        self.switches = Switches()
         self.drafts: set[object] = set()  # The tokens and names for which the names of draft pages are known.
 
     @property
@@ -153,6 +155,7 @@ class Books:
         if replica.slab_pages:
             replica.slabs = self.manager.states[at].num_held
         now, was = seam.found(self.manager, at), replica.there
+        self.switches.came(at, now.keys() - was.keys())
         self._same_rows(replica, {page: digest for digest, page in now.items()})
         for digest in now.keys() - was.keys():
             assert digest in self.names.content_of, "a page is found whose content nobody has computed"
@@ -210,6 +213,8 @@ class Books:
         for digest in idle:
             assert digest not in gone or digest in was, "a page was evicted that no lookup has found before"
             order.append(digest)
+        if any(self.switches.is_old(at, digest) for digest in idle):  # they come before the others
+            self.switches.sort(at, order, idle)
         full = replica.num_pages == len(held) + len({*now.values()} - held)
         assert not gone or replica.slab_pages or full or "late copies" in self.features, (
             "a page was evicted while another one was fresh"

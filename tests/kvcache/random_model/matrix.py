@@ -26,7 +26,7 @@ PAGE_SIZE, ROWS, LONGEST = 3, 4, 60
 BUILT = ("window", "chunk", "windows alone", "latents", "states apart", "states in slabs", "host", "files", "objects")
 BUILT += ("quotas", "replicas", "shards", "sinks", "draft layers")
 CALLED = ("hints", "drafts", "imports", "leases", "lends", "forks", "preemption", "batches", "renames", "stale")
-CALLED += ("own contexts", "resets", "hostile", "interrupts", "overlap", "tails", "late copies")
+CALLED += ("own contexts", "resets", "hostile", "interrupts", "overlap", "tails", "late copies", "weights")
 FEATURES = BUILT + CALLED
 NEEDED = {"files": "host", "objects": "host", "late copies": "host"}
 """Features that need another feature. If such a feature is wanted, both are used."""
@@ -38,10 +38,19 @@ ONE_OF = tuple(
             ("tails", one)
             for one in ("states apart", "states in slabs", "window", "chunk", "windows alone", "sinks", "draft layers")
         ),
+        *(
+            ("weights", one)
+            for one in (
+                *("states apart", "states in slabs", "host", "files", "objects", "quotas", "draft layers", "hints"),
+                *("drafts", "imports", "lends", "renames", "hostile", "interrupts", "overlap", "tails", "late copies"),
+                *("window", "chunk", "windows alone", "sinks", "leases", "batches", "resets"),
+            )
+        ),
     )
 )
 """Features that exclude each other. For example, steps cannot be fetched ahead with recurrent states. With windows and
-states, the end of a prompt cannot be imported by itself either; `wrong_tail` checks the refusal.
+states, the end of a prompt cannot be imported by itself either; `wrong_tail` checks the refusal. The model does not
+know what a switch of the weights does to some features. The oracle of contents combines it with all of them.
 """
 
 _STATES = "it must be 0 with states, because a state is kept only after whole pages"

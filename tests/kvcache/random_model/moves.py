@@ -23,6 +23,7 @@ from kvcache import (
     Retention,
     StatePageError,
     TextContext,
+    WeightsChangedError,
 )
 from kvcache.replica.context import Context
 from tests.kvcache.kv import Keys, Named, Run, kv_of
@@ -30,6 +31,7 @@ from tests.kvcache.random_model import seam
 from tests.kvcache.random_model.books import Books
 from tests.kvcache.random_model.matrix import LONGEST, PAGE_SIZE, ROWS, Chooser, World, build, drawn
 from tests.kvcache.random_model.plain import Content, Digest, Names, Replica, Request, content, pages_of
+from tests.kvcache.random_model.switches import RUNNING, VERSIONS
 
 T = TypeVar("T")
 WEIGHTS = {
@@ -50,6 +52,7 @@ WEIGHTS = {
     "reset": 1,
     "speculate": 4,
     "hint": 4,
+    "switch": 3,
 }
 OF_FEATURE = {
     "run_batch": "batches",
@@ -63,6 +66,7 @@ OF_FEATURE = {
     "reset": "resets",
     "speculate": "drafts",
     "hint": "hints",
+    "switch": "weights",
 }
 TENANTS = (None, "other", "third")
 
@@ -302,6 +306,7 @@ class Moves:
         self.made += 1
         made = TextContext(tokens[: LONGEST // 2], LONGEST, f"r{self.made}", cache_salt=salt)
         made.extra_keys = keys if choose.integer(0, 3) else self.keys(made.end_idx)
+        made.max_staleness = choose.pick((0, 0, 1, 3)) if "weights" in self.features else 0
         own = "own contexts" in self.features and choose.integer(0, 1)
         self.seen["own context"] += own
         return OwnContext(made) if own else made  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
@@ -392,11 +397,13 @@ class Moves:
         self.fetch_below(context)
         if one.gives_back:
             self.books.gives_back(one)
+            self.books.switches.left(one, {page: digest for digest, page in replica.there.items()})
             if self.steps_are_in_flight:  # The steps in flight may still use the pages that were given back.
                 replica.beside |= {page for row in one.rows for page in row.values()}
             one.rows, one.first, one.gives_back = [{} for _ in one.rows], [0] * len(one.rows), False
             one.private = False  # the row is claimed anew
-        looks = not one.has_pages or context.active_length > 1
+        self.choose_weights(one, steps)
+        is_new, looks = not one.has_pages, not one.has_pages or context.active_length > 1
         # The lookup first uses the contents that are being loaded for the request, and then the contents that it finds.
         if looks:
             self.books.use(one.loads)
@@ -425,6 +432,7 @@ class Moves:
             self.books.learn()
             return False
         active = self.active_after(before, context)
+        self.takes_weights(one, is_new=is_new)
         self.came(one, (before, start, steps, active), (committed, device, low, high))
         return True
 
@@ -592,6 +600,79 @@ class Moves:
         """
         has_drafts = any(table.ahead for table in self.books.tables)
         return has_drafts and 0 < one.cached == committed * PAGE_SIZE and one.cached >= one.prompt >= 0
+
+    # ---- weights
+
+    def switch(self) -> bool:
+        """Sets other weights, or those of before again. Running requests finish, begin anew, or are stopped."""
+        switches, live = self.books.switches, [one for one in self.running if one.has_pages]
+        if any(not one.private and one.context.start_idx // PAGE_SIZE != self.committed(one) for one in live):
+            return False  # what a step has computed and not recorded has no name yet
+        kept = any(self.is_leased(one) or one.private for one in live)  # leases belong to the claim of before
+        version, running = self.choose.pick(VERSIONS), self.choose.pick(("finish",) if kept else RUNNING)
+        changes = switches.switch(version)
+        self.call("set_weights", lambda: self.manager.set_weights(version, running))
+        seam.begin_segments(self.manager)
+        later = [one for one in self.running if one.gives_back]  # an earlier switch has said so
+        for one in [*live, *(later if running == "stop" else ())] if changes else ():
+            if running == "recompute":
+                one.gives_back, one.ready, one.cached = True, False, 0
+            elif running == "stop":
+                with contextlib.suppress(WeightsChangedError):
+                    self.manager.maybe_reserve(one.context)
+                    raise AssertionError(f"{one.name}: was not stopped")
+                self.leave(one)
+            else:
+                one.weights = (*one.weights, (one.context.start_idx, switches.mark()))
+            self.seen[f"switch: {running}"] += 1
+        self.books.learn()
+        return True
+
+    def choose_weights(self, one: Request, steps: int) -> None:
+        """Chooses the versions of the pages that a request without pages looks for.
+
+        The longest prefix is chosen, and of equal ones the newest.
+        """
+        if one.has_pages or "weights" not in self.features:
+            return
+        switches, found = self.books.switches, dict[tuple[tuple[int, bytes], ...], int]()
+
+        def reach(weights: tuple[tuple[int, bytes], ...]) -> int:
+            one.weights = weights
+            return found.setdefault(weights, self.ends(one, 0, steps)[0])
+
+        best = ((0, switches.name(switches.now)),)
+        most, newer = reach(best), [switches.now]
+        for version in switches.recent(one.context.max_staleness):
+            mine, left = ((0, switches.name(version)),), newer[:]
+            while left and reach(mine):
+                longer = [(*mine, (reach(mine) * PAGE_SIZE, switches.name(later))) for later in left]
+                at = max(range(len(longer)), key=lambda at: reach(longer[at]))
+                if reach(longer[at]) <= reach(mine):
+                    break
+                mine, left = longer[at], left[:at]
+            if reach(mine) > most:
+                best, most = mine, reach(mine)
+            newer.append(version)
+        one.weights = best
+
+    def takes_weights(self, one: Request, *, is_new: bool) -> None:
+        """Records that a new request goes on under the current version behind the first pages that it has found."""
+        if not is_new or "weights" not in self.features:
+            return
+        switches, start = self.books.switches, one.context.start_idx
+        mine = tuple(key for key in one.weights if key[0] < start) or one.weights[:1] * (start > 0)
+        if not mine or mine[-1][1] != switches.name(switches.now):
+            mine = (*mine, (start, switches.name(switches.now)))
+        self.seen["old pages"] += len(mine) > 1
+        one.weights = mine
+        told = [(at, version) for at, _, version in self.manager.lineage(one.name)]
+        assert told == ([(at, switches.version_of(name)) for at, name in mine if at < start] if start else [])
+        found = range(start // PAGE_SIZE)
+        if not one.context.max_staleness:  # what it finds is of the current version
+            return
+        whats = (table.content(one.tokens, one.named, column) for table in self.books.tables for column in found)
+        switches.used(one.replica, (self.names.digest_of[what] for what in whats if self.replica(one).has(what)))
 
     # ---- a step
 
@@ -887,6 +968,7 @@ class Moves:
             rows = self.first_pages(parent, fulls)
             one = Request(child, parent.replica, self.made, tokens, rows, [*parent.first], parent.cached)
             one.ready, one.unsure, one.private = True, parent.unsure, parent.private
+            one.weights = parent.weights
             one.prompt = one.again = parent.cached
             assert (child.start_idx, child.active_idx) == (parent.cached, len(tokens))
             self.seen["forked in flight" if parent.context.has_future_token else "forked late"] += later
@@ -966,6 +1048,7 @@ class Moves:
             if column < pages_of(one.cached) or (page in digest_of and column < found)
         ]
         self.call("release", lambda: self.manager.release(one.name))
+        self.books.switches.left(one, digest_of)
         del self.live[one.name]
         self.books.use([*one.loads, *(digest_of[page] for page in pages if page in digest_of)])
         self.books.leave(one)
@@ -991,7 +1074,8 @@ class Moves:
     # ---- leases
 
     def lease(self) -> bool:
-        one = self.any_of(self.running)
+        # a lease keeps the pages that a request gives back because the weights have changed
+        one = self.any_of([one for one in self.running if not (one.gives_back and "weights" in self.features)])
         if one is None or len(self.leases) >= 4:
             return False
         ours = self.call("lease", lambda: self.manager.lease(one.name))

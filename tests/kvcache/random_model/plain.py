@@ -159,6 +159,8 @@ class Request:
     again: int = -1
     # Columns of draft pages that nobody will find: the page after them, which names them, came from the cache.
     unnamed: set[int] = field(default_factory=set)
+    # The versions of the weights that computed the request's pages, as keys of its tokens, in addition to its own keys.
+    weights: tuple[tuple[int, bytes], ...] = ()
 
     @property
     def name(self) -> str:
@@ -166,7 +168,7 @@ class Request:
 
     @property
     def named(self) -> Named:
-        return self.context.cache_salt, self.context.extra_keys
+        return self.context.cache_salt, (*self.context.extra_keys, *self.weights)
 
     @property
     def has_pages(self) -> bool:

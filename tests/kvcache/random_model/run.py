@@ -52,6 +52,7 @@ SIGNS: dict[str, tuple[str, ...]] = {
     "overlap": ("land",),
     "tails": ("tail",),
     "late copies": ("late",),
+    "weights": ("switch: finish", "switch: recompute", "switch: stop", "old pages"),
 }
 
 

@@ -77,6 +77,13 @@ def marked(manager: PagedKVCacheManager) -> bool:
     return manager._mark.call is not None
 
 
+def begin_segments(manager: PagedKVCacheManager) -> None:
+    """Lets every row begin its next segment now, which it would do when it next names a page."""
+    for replica in manager._replicas.each:
+        for row in replica.rows.row_of.values():
+            replica.lineage(row)
+
+
 def found(manager: PagedKVCacheManager, replica: int) -> dict[Digest, int]:
     """Returns the pages that a prompt finds on a replica's devices, by digest."""
     return _found(manager._replicas.each[replica].pool.index)
