@@ -106,6 +106,7 @@ class Served:
         self.version, self.made, self.told = 0, 0, 0
         self.seen: dict[str, list[int]] = {}  # the version of each computed token of each request
         self.contexts: dict[str, Any] = {}
+        self.anew: set[str] = set()  # requests that begin anew in the next step, perhaps from a hit
         self.leases: list[tuple[str, Any]] = []
         self.counts: Counter[str] = Counter()
         self.loop.on_admit = self._on_admit
@@ -131,6 +132,8 @@ class Served:
         self.counts["switches back"] += to < self.version
         self.weights.put(SpareWeights(self.fresh.names[to], dict(self.fresh.models[to].state_dict())))
         self.manager.set_weights(bytes.fromhex(self.fresh.names[to]), running)
+        if to != self.version and running == "recompute":
+            self.anew |= {*self.loop._running}
         self.version = to
 
     def step(self) -> None:
@@ -140,6 +143,11 @@ class Served:
         for output in outputs:
             self.counts["stopped"] += output.token is None
             assert output.token is not None or "the weights changed" in output.error
+        starts = {name: start for name, start, _ in self.runner.ran}
+        for name in self.anew:
+            self.seen[name] = [self.version] * starts.get(name, self.contexts[name].start_idx)
+        self.counts["begun anew"] += len(self.anew)
+        self.anew.clear()
         for (name, start, end), logits in zip(
             self.runner.ran, self.runner.last if self.runner.ran else [], strict=True
         ):
