@@ -1196,6 +1196,8 @@ class Moves:
         if self.choose.integer(0, 1):
             self.manager.end_lease(lease.ours)
         self.leases.remove(lease)
+        if lease.state is not None and lease.state[0] not in seam.lent_states(self.manager, at):
+            self.books.touch_state(at, lease.state[1])  # a copy is evicted in its turn after its last lease
         self.books.learn(leaving=[(at, page) for part in parts for page in reversed(part)])
         return True
 
