@@ -327,7 +327,7 @@ class PagedKVCacheManager(Uncopied):
         """Returns the model's inputs for the batch: one entry per device, replica by replica. Allocates no pages.
 
         The inputs of a replica have that replica's requests, in batch order. Raises `NotReservedError` if a request has
-        too few pages.
+        too few pages, and `InvalidRequestError` if it would recompute tokens in pages of other weights (`set_weights`).
         """
         if self._mark.call:
             self._mark.refuse("fetch")

@@ -197,8 +197,7 @@ class Replicas:
         prompts: list[tuple[PromptCounter, list[tuple[int, int, int]]]] = []
         for share in () if counted else gathered.shares:
             replica, at = self.each[share.replica], share.at
-            if replica.leases.of_row:
-                replica.leases.refuse_rewrite(share.rows, gathered.starts[at])
+            replica.refuse_rewrite(share.rows, gathered.starts[at])
             if (counter := replica.counter).open:
                 prompts.append((counter, counter.prompts(share.rows, gathered.starts[at], gathered.actives[at])))
         self.mark.call = _FETCH

@@ -598,6 +598,8 @@ class Replica:
 
         Requests, leases and imports keep their pages.
         """
+        for row in self._lineages:  # afterwards nothing tells how far a request had come at the last switch
+            self.lineage(row)
         self.rows.make_private()
         self.imports.make_private()
         self.pool.forget()
@@ -714,6 +716,29 @@ class Replica:
                 f"request {self.rows.request_ids[row]!r}: {call}: its pages are of before the weights changed to "
                 f"{named_version(self.weights.version)}: call maybe_reserve first, and compute its tokens anew"
             )
+
+    def refuse_rewrite(self, rows: Rows, starts: Ints) -> None:
+        """Raise `InvalidRequestError` if one of `rows` would recompute tokens that others may read as they are."""
+        if self.leases.of_row:
+            self.leases.refuse_rewrite(rows, starts)
+        if self.weights.now.switches:
+            self._refuse_other_weights(rows, starts)
+
+    def _refuse_other_weights(self, rows: Rows, starts: Ints) -> None:
+        """Raise `InvalidRequestError` if one of `rows` would recompute tokens in pages that other weights computed.
+
+        Requests under those weights may find these pages, or use them now.
+        """
+        size = self.page_size
+        kept = np.maximum(self.rows.cached[rows], self.rows.committed[rows] * size)
+        for at in (starts < kept).nonzero()[0].tolist():
+            row, start = int(as_rows(rows)[at]), int(starts[at])
+            own = self.lineage(row).segments[-1].first_page * size
+            if start < own:
+                raise InvalidRequestError(
+                    f"request {self.rows.request_ids[row]!r}: would recompute from token {start}, but the pages of its "
+                    f"first {own} tokens are of other weights: release the request and claim it again"
+                )
 
     def _refuse_stopped(self, row: int, call: str) -> None:
         if self.rows.stale[row] == STOP:

@@ -290,6 +290,41 @@ def test_a_request_that_goes_on_finds_no_more_pages_of_before() -> None:
     assert runs.start_idx == 20
 
 
+@pytest.mark.parametrize("how", [as_list, as_batch])
+@pytest.mark.parametrize("kind", ["goes on", "is stale", "caches nothing"])
+def test_a_request_may_not_recompute_tokens_in_pages_of_other_weights(
+    kind: str, how: Callable[[PagedKVCacheManager, TextContext], Sequence[TextContext]]
+) -> None:
+    manager = made(caching=kind != "caches nothing")
+    runs = begun(manager, PROMPT, "runs")
+    runs.set_token_indices(start_idx=3, active_idx=4)
+    manager.fetch([runs])  # under the same weights, the model would write the same bytes again
+    manager.set_weights("b")
+    if kind == "is stale":
+        runs = TextContext(PROMPT, 200, "stale", max_staleness=1)
+        manager.external_claim("stale")
+        assert manager.maybe_reserve(runs)
+        assert runs.start_idx == 20
+    for start in (3, 19):
+        runs.set_token_indices(start_idx=start, active_idx=start + 1)
+        assert manager.maybe_reserve(runs)
+        told = rf"'{runs.request_id}': would recompute from token {start}, .* first 20 tokens are of other weights"
+        for call in (manager.fetch, manager.fetch_ahead):
+            with pytest.raises(InvalidRequestError, match=told):
+                call(how(manager, runs))
+    runs.set_token_indices(start_idx=20, active_idx=runs.end_idx)
+    step(manager, [runs], 6)
+    assert manager.maybe_reserve(runs)
+    runs.set_token_indices(start_idx=25, active_idx=26)  # in a page of its own weights
+    manager.fetch([runs])
+    runs.set_token_indices(start_idx=3, active_idx=4)
+    manager.release(runs.request_id)
+    manager.external_claim(runs.request_id)
+    assert manager.maybe_reserve(runs)
+    assert len(manager.fetch(how(manager, runs))) == 1
+    manager.check()
+
+
 def test_forks_share_the_lineage_and_then_go_their_own_ways() -> None:
     manager = made()
     runs = begun(manager, PROMPT)
@@ -371,6 +406,18 @@ def test_a_request_says_which_tokens_are_of_which_version() -> None:
     manager.external_claim("waits")
     assert manager.lineage("waits") == ()
     assert waits.start_idx == 0
+
+
+def test_a_reset_after_a_switch_leaves_the_lineage_as_it_was() -> None:
+    manager = made()
+    runs = begun(manager, PROMPT, "runs")
+    one, two = manager.weights, version_bytes("", "b")
+    manager.set_weights("b")
+    step(manager, [runs])
+    manager.reset_prefix_cache()
+    assert manager.lineage("runs") == ((0, 20, one), (20, 3, two))
+    step(manager, [runs], 5)
+    assert manager.lineage("runs") == ((0, 20, one), (20, 8, two))
 
 
 @pytest.mark.parametrize("caching", [True, False])
