@@ -20,13 +20,15 @@ from tests.kvcache.contents_oracle import KINDS, Engine, HandOver, Pair, Request
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_request_sees_only_its_own_kv(kind: str, tmp_path: Path) -> None:
-    reached: Counter[str] = Counter()
-    for seed in range(12):
-        reached += Pair(kind, seed, tmp_path).run(300)
     events = ["hits", "forks", "imports", "leases", "preemptions", "steps of a batch", "resets", "bytes of objects"]
     events += ["switches", "recomputed", "stopped", "refused until they are reserved"]
     if "states" not in KINDS[kind]:
         events += ["steps in flight", "switches with steps in flight"]
+    reached: Counter[str] = Counter()
+    for seed in range(60):
+        if seed >= 12 and all(reached[event] for event in events):
+            break
+        reached += Pair(kind, seed, tmp_path).run(300)  # whether an object comes in time depends on the machine
     assert min(reached[event] for event in events) > 0, reached
 
 

@@ -24,6 +24,7 @@ from kvcache.events.log import EventLog
 from kvcache.events.wire import END_OF_REPLAY, BlockRemoved, BlockStored, CacheSpec
 from tests.kvcache.build import manager_of, run_once
 from tests.kvcache.events.mirror import PATIENCE_S, Known, Mirror, settled, worker_of
+from tests.kvcache.served import until
 
 ANY = "tcp://127.0.0.1:0"
 _names = itertools.count()  # A closed socket blocks its name for some time, so each test takes a new name.
@@ -175,7 +176,7 @@ def test_a_flood_of_questions_takes_a_share_of_the_threads_time_and_no_memory(ma
     for _ in range(5000):
         socket.send_multipart([b"", bytes(8)])
     run(manager, 101)  # `run` also waits until the publisher has reported its pages.
-    assert worker._replay_at > 0
+    until(lambda: worker._replay_at > 0)  # a busy machine may deliver the questions late
     started = time.thread_time()
     run(manager, 201)
     assert time.thread_time() - started < 1

@@ -393,15 +393,13 @@ class Moves:
                     f"{context.current_length} tokens and {steps} steps were reserved in {replica.num_pages} pages"
                 )
             context.set_token_indices(active_idx=was)
+            if one.gives_back and "weights" in self.features:  # it does so even if it is refused then
+                self.gives_back(one)
+                self.books.learn()
             return None
         self.fetch_below(context)
         if one.gives_back:
-            self.books.gives_back(one)
-            self.books.switches.left(one, {page: digest for digest, page in replica.there.items()})
-            if self.steps_are_in_flight:  # The steps in flight may still use the pages that were given back.
-                replica.beside |= {page for row in one.rows for page in row.values()}
-            one.rows, one.first, one.gives_back = [{} for _ in one.rows], [0] * len(one.rows), False
-            one.private = False  # the row is claimed anew
+            self.gives_back(one)
         self.choose_weights(one, steps)
         is_new, looks = not one.has_pages, not one.has_pages or context.active_length > 1
         # The lookup first uses the contents that are being loaded for the request, and then the contents that it finds.
@@ -435,6 +433,16 @@ class Moves:
         self.takes_weights(one, is_new=is_new)
         self.came(one, (before, start, steps, active), (committed, device, low, high))
         return True
+
+    def gives_back(self, one: Request) -> None:
+        """Records that the row of a request gives its pages back and is claimed anew."""
+        replica = self.replica(one)
+        self.books.gives_back(one)
+        self.books.switches.left(one, {page: digest for digest, page in replica.there.items()})
+        if self.steps_are_in_flight:  # The steps in flight may still use the pages that were given back.
+            replica.beside |= {page for row in one.rows for page in row.values()}
+        one.rows, one.first, one.gives_back = [{} for _ in one.rows], [0] * len(one.rows), False
+        one.private = False
 
     def surplus_at(self, one: Request, asked: tuple[tuple[int, int], int, int], committed: int, end: int) -> int:
         """Returns how many free pages would be left if the request continued from block `end`."""
@@ -1188,6 +1196,8 @@ class Moves:
         if self.choose.integer(0, 1):
             self.manager.end_lease(lease.ours)
         self.leases.remove(lease)
+        if lease.state is not None and lease.state[0] not in seam.lent_states(self.manager, at):
+            self.books.touch_state(at, lease.state[1])  # a copy is evicted in its turn after its last lease
         self.books.learn(leaving=[(at, page) for part in parts for page in reversed(part)])
         return True
 

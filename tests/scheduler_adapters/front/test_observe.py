@@ -79,8 +79,8 @@ async def fronted(folder: Path) -> AsyncIterator[tuple[Frontend, httpx.AsyncClie
                 processes.append(InThread(role, folder))
                 async with asyncio.timeout(90):
                     while role not in frontend.members:
-                        frontend._changed.clear()
-                        await frontend._changed.wait()
+                        frontend.changed.clear()
+                        await frontend.changed.wait()
             yield frontend, client
     finally:
         for process in reversed(processes):  # decode first
