@@ -213,7 +213,7 @@ class Frontend:
         emitted: list[int] = []
         reasons: list[str] = []
         pulled = False
-        refused: set[str] = set()
+        refused: set[tuple[str, str]] = set()  # processes, and the weights that they had
         while len(reasons) < MAX_ATTEMPTS:
             attempt: _Attempt | None = None
             try:
@@ -226,7 +226,7 @@ class Frontend:
                             raise ServiceError(news.error)
                         # a lost process is not added, because a new process may get the same name
                         if attempt.name in self.members:
-                            refused.add(attempt.name)
+                            refused.add((attempt.name, attempt.weights))
                         reasons.append(news.error)
                         self.counts.lost += 1
                         break
@@ -246,7 +246,7 @@ class Frontend:
         raise ServiceError(f"{len(reasons)} attempts: " + "; ".join(reasons))
 
     async def _submit(
-        self, request: msg.Submit, emitted: Sequence[int], refused: set[str], decode: str, weights: str
+        self, request: msg.Submit, emitted: Sequence[int], refused: set[tuple[str, str]], decode: str, weights: str
     ) -> _Attempt:
         """Asks a decode process to continue the answer after the tokens that the client already has.
 
@@ -278,7 +278,7 @@ class Frontend:
                 self.members[name].serials.add(serial)
                 return attempt
 
-    async def _choose(self, refused: set[str], wanted: str, weights: str = "") -> Member:
+    async def _choose(self, refused: set[tuple[str, str]], wanted: str, weights: str = "") -> Member:
         """Returns the decode process `wanted`, or else the one with the fewest requests.
 
         Processes in `refused`, and those that change their weights, are left out. So are those of other weights than
@@ -288,14 +288,14 @@ class Frontend:
         deadline = time.monotonic() + _WAIT_S
         while True:
             there = self._serving("decode")
-            left = [member for member in there if member.ready.name not in refused]
+            left = [member for member in there if (member.ready.name, member.ready.weights) not in refused]
             willing = [one for one in left if not one.is_switching and weights in ("", one.ready.weights)]
             paired = [one for one in willing if self._equal(one)]
             if chosen := paired or ([] if self.rollout.is_running else willing):
                 return min(chosen, key=lambda one: (one.ready.name != wanted, len(one.serials)))
-            if there and not left:
+            if there and not left and not self.rollout.is_running:
                 raise RefusedError(
-                    f"no decode process accepts the request: {', '.join(sorted(refused))} have refused it"
+                    f"no decode process accepts the request: {', '.join(sorted(dict(refused)))} have refused it"
                 )
             if left and weights and not self.rollout.is_running:
                 raise ServiceError(f"no process has the weights {weights} any more, which have begun the answer")

@@ -55,6 +55,7 @@ class Rollout:
     def __init__(self, frontend: FleetMembers) -> None:
         self.model = self.weights = ""
         self.is_running = False
+        self._asked = ""  # the directory whose weights the processes are getting, or got last
         self._frontend = frontend
         self._left_behind: set[tuple[str, str]] = set()  # names and incarnations of processes that cannot follow
         self._following: asyncio.Task[None] | None = None
@@ -70,8 +71,8 @@ class Rollout:
                 processes keep their weights.
         """
         if self.is_running:
-            raise RefusedError(f"the processes are getting the weights of {self.model or 'a directory'!r} now")
-        self.is_running = True
+            raise RefusedError(f"the processes are getting the weights of {self._asked!r} now")
+        self.is_running, self._asked = True, model
         try:
             members = [*self._frontend.members.values()]
             weights = await self._loaded(members, model)
@@ -88,7 +89,7 @@ class Rollout:
         """Lets processes that have other weights than those of the last roll-out catch up. Returns at once."""
         behind = [one for one in self._frontend.members.values() if self._is_behind(one)]
         if behind and self.weights and not self.is_running:
-            self.is_running = True
+            self.is_running, self._asked = True, self.model
             self._following = asyncio.create_task(self._catch_up(behind))
 
     def close(self) -> None:

@@ -15,6 +15,8 @@ from collections import Counter, deque
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvcache.errors import AlreadyClaimedError, KVCacheError
 from scheduler_adapters.errors import RefusedError
 from scheduler_adapters.loop import Output, ServingLoop, finish_reason
@@ -284,11 +286,23 @@ class DecodeScheduler:
 
     def _ask(self) -> None:
         there = [prefill for prefill in self.connections if prefill.serves(self._weights)]
+        if self._is_paused and not there:
+            self._hand_back()
         for request in list(self._unasked.values()) if there else ():
             own = None if request.sources else own_pages(self._manager, self._exchange, request.new_context())
             if request.ask(there, self._times.prefill_s, chunkwise=self._chunkwise, own=own):
                 request.move("asked", self._clock() + self._times.prefill_s)
                 del self._unasked[request.request_id]
+
+    def _hand_back(self) -> None:
+        """Gives the requests that no prefill process computes back to the frontend.
+
+        This process is about to change its weights, and the last prefill process of the present weights was lost or has
+        changed its own. The requests would wait for it in vain, and the change for them.
+        """
+        for request in list(self._unasked.values()):
+            request.blame(f"no prefill process has the weights that decode process {self.name!r} has until its change")
+            self._finish(request, "error", elsewhere=True)
 
     def _on_message(self, prefill: PrefillConnection, message: msg.ToDecode) -> None:
         if not isinstance(message, msg.PagesOffer | msg.Failed):
@@ -527,9 +541,12 @@ class DecodeScheduler:
         if tell_prefill and request.prefill is not None:
             request.prefill.cancel(request.request_id, request.attempt, reason)
 
-    def _finish(self, request: DecodeRequest, finished: msg.Finished, tokens: tuple[int, ...] = ()) -> None:
+    def _finish(
+        self, request: DecodeRequest, finished: msg.Finished, tokens: tuple[int, ...] = (), *, elsewhere: bool = False
+    ) -> None:
+        """Ends a request. With `elsewhere`, it has not failed: another process can take it."""
         request.move("over")
         del self._requests[request.request_id]
         self._unasked.pop(request.request_id, None)
-        self.counts["failed"] += finished == "error"
-        self.frontend.send(request.news(tokens, finished))
+        self.counts["failed"] += finished == "error" and not elsewhere
+        self.frontend.send(msgspec.structs.replace(request.news(tokens, finished), elsewhere=elsewhere))

@@ -101,6 +101,26 @@ def test_with_one_of_each_kind_requests_wait_and_do_not_fail(played: Play, monke
     played(story)
 
 
+def test_a_request_that_is_handed_back_goes_to_the_same_process_with_its_new_weights(played: Play) -> None:
+    async def story(all_of: Fronted) -> None:
+        p1, d1 = await joined(all_of, "p1", "d1")
+        asked = all_of.ask()
+        submit = await d1.heard(msg.Submit)
+        rolling = asyncio.create_task(all_of.front.rollout.to("dir"))
+        await asyncio.gather(loads(p1), loads(d1))
+        assert await d1.heard(msg.Switch)
+        d1.tell(submit, finished="error", error="no prefill process", elsewhere=True, weights=OLD)
+        await asyncio.sleep(0.05)
+        assert not asked.done(), "the roll-out goes on"
+        has(d1, NEW)
+        await switches(p1)
+        assert await rolling == NEW
+        d1.tell(await d1.heard(msg.Submit), 7, finished="length", weights=NEW)
+        assert tokens_of(await asked) == [7]
+
+    played(story)
+
+
 @pytest.mark.parametrize(
     ("answers", "told"),
     [
@@ -130,7 +150,7 @@ def test_a_second_roll_out_waits_for_its_turn(played: Play) -> None:
         (p1,) = await joined(all_of, "p1")
         rolling = asyncio.create_task(all_of.front.rollout.to("dir"))
         await loads(p1)
-        with pytest.raises(RefusedError, match="now"):
+        with pytest.raises(RefusedError, match="getting the weights of 'dir' now"):
             await all_of.front.rollout.to("other")
         await switches(p1)
         assert await rolling == NEW

@@ -119,6 +119,26 @@ def test_prefill_and_decode_of_other_weights_do_not_serve_a_request_together(swi
     assert failed == [f"prefill process 'p0' has the weights {new}, but the request has {old}"]
 
 
+def test_a_request_that_nobody_can_begin_is_handed_back_before_the_switch(switched: Switched) -> None:
+    service, (_, new) = switched.service, switched.names
+    switched.load()
+    switched.switches["p0"].switch(new)
+    switched.until(lambda: service.decode.connections[0].welcome.weights == new, "the switch")  # type: ignore[union-attr]
+    request = service.submit_one("r0", PROMPT)
+    switched.poll()
+    assert request.phase == "waiting", "a prefill process of its weights may still come"
+    switched.switches["d0"].switch(new)
+    for _ in range(20):
+        switched.poll()
+    assert service.ended["r0"].elsewhere
+    assert (
+        "no prefill process has the weights that decode process 'd0' has until its change" in service.ended["r0"].error
+    )
+    assert service.decode.stats().failed == 0
+    assert switched.switches["d0"].name == new
+    service.assert_nothing_held()
+
+
 def test_refusals_do_not_count_as_attempts(tmp_path: Path) -> None:
     switched = Switched(tmp_path, prefills=5)
     try:
