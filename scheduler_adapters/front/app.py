@@ -160,8 +160,9 @@ async def _rolled_out(frontend: Frontend, checkpoints: Path, request: Request) -
     try:
         name = await asyncio.shield(running)
     except ServiceError as error:
-        told = f"{error}; every process keeps its weights"
-        raise OpenAIError(told, status=409 if isinstance(error, RefusedError) else 400, param="model") from error
+        refused = isinstance(error, RefusedError)  # then nothing was tried, and another call may be under way
+        told = str(error) if refused else f"{error}; every process keeps its weights"
+        raise OpenAIError(told, status=409 if refused else 400, param="model") from error
     processes = {one.ready.name: one.ready.weights for one in frontend.members.values()}
     return {"object": "weights", "model": str(model), "weights": name, "processes": processes}
 

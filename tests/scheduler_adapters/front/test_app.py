@@ -128,6 +128,18 @@ def test_every_error_is_json_in_openais_form(tmp_path: Path) -> None:
     context.destroy(linger=0)
 
 
+def test_a_refused_change_of_weights_does_not_say_that_nothing_changes(tmp_path: Path) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    frontend = Frontend(bind_router(context, f"ipc://{tmp_path}/front"))
+    client = TestClient(make_app(frontend, ServedModel("tiny", ByteTokenizer(), VOCAB_SIZE), tmp_path))
+    for told in ("no process", f"the processes are getting the weights of '{tmp_path}/a' now"):
+        answer = client.post("/weights", json={"model": "a"})
+        assert answer.status_code == 409
+        assert answer.json()["error"]["message"] == told
+        frontend.rollout.is_running = True
+    context.destroy(linger=0)
+
+
 @pytest.mark.parametrize(
     ("parts", "taken"),
     [((100,), True), ((101,), False), ((60, 40), True), ((60, 41), False), ((1,) * 100, True), ((1,) * 1000, False)],
