@@ -730,7 +730,10 @@ class Replica:
         Requests under those weights may find these pages, or use them now.
         """
         size = self.page_size
-        kept = np.maximum(self.rows.cached[rows], self.rows.committed[rows] * size)
+        named = self.rows.committed[rows]
+        if self._found:
+            named = np.array([self._named_columns(row) for row in as_rows(rows).tolist()])
+        kept = np.maximum(self.rows.cached[rows], named * size)
         for at in (starts < kept).nonzero()[0].tolist():
             row, start = int(as_rows(rows)[at]), int(starts[at])
             own = self.lineage(row).segments[-1].first_page * size

@@ -232,6 +232,11 @@ def test_pages_found_after_those_that_come_from_the_host_keep_their_names_at_a_s
     manager.set_weights("b")
     of_a, of_b = (version_bytes("", name) for name in "ab")
     assert manager.lineage("again") == ((0, 20, of_a),)
+    again.set_token_indices(start_idx=17, active_idx=18)
+    told = "has freed the pages" if "window" in kind else "the pages of its first 20 tokens are of other weights"
+    with pytest.raises(InvalidRequestError, match=told):
+        manager.fetch([again])
+    again.set_token_indices(start_idx=20, active_idx=again.end_idx)
     ran(manager, again, len(PROMPT) + 5)
     manager.check()
     assert manager.lineage("again") == ((0, 20, of_a), (20, 6, of_b))
