@@ -537,8 +537,8 @@ def make_request(
     return Request(request_id, list(prompt), sampling, None, block_hasher=_hashers[block_size], **given)
 
 
-def run_until(engines: Sequence[Engine], done: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Steps engines in turn until a condition holds."""
+def run_until(engines: Sequence[Engine], done: Callable[[], object], timeout_s: float = 120.0) -> None:
+    """Steps engines in turn until a condition holds. Only a test that fails waits as long as `timeout_s`."""
     end = time.monotonic() + timeout_s
     while not done():
         assert time.monotonic() < end, [
