@@ -109,6 +109,14 @@ def input_path(text: str) -> Path:
     return path
 
 
+def input_folder(text: str) -> Path:
+    """Parses an input folder, which must exist."""
+    path = input_path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is not a folder")
+    return path
+
+
 def small_file(path: Path) -> bytes:
     """Returns the contents of a file.
 

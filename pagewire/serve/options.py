@@ -8,6 +8,7 @@ from pagewire.arguments import (
     choice,
     device,
     endpoint,
+    input_folder,
     input_path,
     number,
     option,
@@ -91,7 +92,7 @@ class ServeOptions:
     device: str = option("DEVICE", device, "cpu", "torch device of the model and its pages", rare=True)
     checkpoints: Path | None = option(
         "DIR",
-        input_path,
+        input_folder,
         None,
         "clients may give the fleet the weights of a directory below DIR (POST /weights)",
         rare=True,

@@ -136,6 +136,8 @@ def test_a_hostile_value_is_accepted_or_refused_in_one_line(
             assert status == 2, value
         if text == "{tmp}" and action.type in (arguments.input_path, arguments.output_file):
             assert status == 2, value
+        if text == "{tmp}/file" and action.type is arguments.input_folder:
+            assert status == 2, value
         if text in ("", "a\0b"):
             assert status == 2, value
     assert sorted(tmp_path.iterdir()) == [tmp_path / "file", tmp_path / "trace"]
