@@ -477,7 +477,10 @@ class StatePages(Uncopied):
     def is_promised(self, request_id: str) -> bool:
         """Whether a block table has named the request's current state, and a lease forbids overwriting it."""
         page = self.page_of(request_id)
-        return 0 < self._tokens[page] == self._told[page] and self.pool.holders[page] > 1
+        if not 0 < self._tokens[page] == self._told[page]:
+            return False
+        loads = sum(page in pages for pages in self.below.coming())  # these hold the page, too, until their end is seen
+        return bool(self.pool.holders[page] > 1 + loads)
 
     # ---- access of a model
 

@@ -15,6 +15,7 @@ from kvcache import (
     NoFreeRowError,
     NoFreeStatePageError,
     PagedKVCacheManager,
+    StatePageError,
     TextContext,
 )
 from kvcache.tiers.tiers import StateTier
@@ -53,6 +54,27 @@ def test_evicted_pages_are_loaded_again_together_with_the_state(copies: int | No
     assert served(manager, PROMPT, "again")[0] == FOUND
     metrics = manager.metrics
     assert (metrics.h2d_states_copied, metrics.h2d_blocks_copied) == (1, 9 + 2)
+
+
+@FORMS
+def test_a_state_whose_load_has_not_been_seen_to_end_is_not_leased(copies: int | None) -> None:
+    """The load holds the request's state page, as a lease would. The next step was refused although no lease is open."""
+    manager = below(copies)
+    served(manager, PROMPT)
+    evict_all(manager)
+    seam.end_copies_late(manager, lambda: False)
+    context = start(manager, PROMPT, "again")
+    while context.start_idx < len(PROMPT):
+        assert manager.maybe_reserve(context)
+        run(manager, context)
+    lease = manager.lease("again")
+    manager.block_table("again")  # names the state, which the lease then promises
+    assert manager.maybe_reserve(context)
+    with pytest.raises(StatePageError, match="its state after 40 tokens is leased"):
+        run(manager, context)
+    manager.end_lease(lease)
+    run(manager, context)
+    manager.release("again")
 
 
 @FORMS
