@@ -58,7 +58,7 @@ def test_evicted_pages_are_loaded_again_together_with_the_state(copies: int | No
 
 @FORMS
 def test_a_state_whose_load_has_not_been_seen_to_end_is_not_leased(copies: int | None) -> None:
-    """The load holds the request's state page, as a lease would. The next step was refused although no lease is open."""
+    """The load holds the state page, as a lease would. The next step was refused although no lease is open."""
     manager = below(copies)
     served(manager, PROMPT)
     evict_all(manager)
