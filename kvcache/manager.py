@@ -666,8 +666,9 @@ class PagedKVCacheManager(Uncopied):
         allow it (`TextContext.max_staleness`) find pages or states of another version, on the device or in any tier. No
         page is dropped. If an earlier version is set again, its pages are found again as far as they are still there.
         The call visits no page. It takes microseconds, and some more for each request with "recompute" and "stop". The
-        first one allocates 8 bytes for each page. It may come at any time, but not between `fetch` and the run of tokens
-        that a request computes a second time. A step counts for the new version unless `step` was called for it before.
+        first one allocates 8 bytes for each page. It may come at any time, but not between `fetch` and the run of
+        tokens that a request computes a second time. A step counts for the new version unless `step` was called for it
+        before.
 
         `running` says what becomes of requests that have pages:
 
