@@ -192,7 +192,7 @@ def first_own_page(segments: Segments) -> int:
 
 def has_keys(segments: Segments) -> bool:
     """Whether something besides the first version and the tokens names some of these pages (`keys_of`)."""
-    last = segments[-1]
+    last = segments[-1]  # it has a key if any has
     return bool(last.mark or last.first_page)
 
 

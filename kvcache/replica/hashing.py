@@ -23,7 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvcache.params import HashAlgorithm
-from kvcache.weights import UNSAID, Segments, keys_of
+from kvcache.weights import UNSAID, Segments, has_keys, keys_of
 
 ExtraKeys = tuple[tuple[int, bytes], ...]
 """`(position, key)` of each input other than tokens. The KV of the token at `position` and of all later tokens depends
@@ -129,8 +129,7 @@ class PrefixHasher:
         # The extra keys that are not hashed yet, as `(page, bytes to hash)`. The next one is at the end of the list.
         # The bytes begin with -1, which is never a token. Then come the position and the length of the key, so that it
         # is clear where the key ends.
-        last = self.segments[-1]  # it has a key if any has
-        self.keys_left = self._keys_to_come() if self.extra_keys or last.mark or last.first_page else []
+        self.keys_left = self._keys_to_come() if self.extra_keys or has_keys(self.segments) else []
         self.known = _known(running, b"")  # the digests of all hashed pages, one after another
         # The running hash after all pages in `known`. It is None while pages are being hashed, and stays None after an
         # interrupt.

@@ -74,6 +74,8 @@ class Replica:
         self._named: dict[int | None, tuple[str | None, ExtraKeys]] = {}
         # for each row with pages, the versions of the weights under which its pages were computed
         self._lineages: dict[int | None, Lineage] = {}
+        # The rows that may have pages of other weights: those with pages at a switch, and those that use old pages.
+        self._mixed: set[int | None] = set()
         # For each row for which pages came from a lower tier, the column after its found pages. Until those from below
         # have arrived, `committed` is lower, although the found pages after them have their names.
         self._found: dict[int, int] = {}
@@ -189,6 +191,7 @@ class Replica:
             if taken is None:
                 self._lineages.pop(row, None)
         if taken is not None:
+            self._mixed.add(row)
             self._use(chosen.digests(context.tokens, 0, plan.cached // self.page_size))
         return taken
 
@@ -401,6 +404,8 @@ class Replica:
         rows.commit(row, min(full, rows.committed_of[parent]))
         rows.cached[row] = computed
         self._named[row], self._lineages[row] = self._named[parent], self._lineages[parent]
+        if parent in self._mixed:
+            self._mixed.add(row)
         self.counter.ran_elsewhere(row, computed)
         self.kept.fork(parent, row)
         return copies
@@ -515,7 +520,11 @@ class Replica:
         return max(self.rows.committed_of[row], self._found.get(row, 0))
 
     def begin_segments(self) -> None:
-        """Begin a new segment for every row that publishes no page: nothing tells later how far it had come by now."""
+        """Begin a new segment for every row that publishes no page: nothing tells later how far it had come by now.
+
+        For the other rows, `lineage` does so later.
+        """
+        self._mixed.update(self._lineages)
         for row in self.rows.private if self.caching else self.rows.row_of.values():
             known = self._lineages.get(row)
             if known is not None and known.switches != self.weights.now.switches:
@@ -581,6 +590,7 @@ class Replica:
         if self.pool.versions.differ:
             self.pool.versions.name(self._own_pages(row), NO_VERSION)
         self._lineages.pop(row, None)
+        self._mixed.discard(row)
         self._found.pop(row, None)
         self.rows.unbind(row)
         self.pool.release(pages)
@@ -615,7 +625,7 @@ class Replica:
         self.leases.leave_all(self.tables.pages)
         self.imports.leave_all()
         self.rows.clear()
-        for of_rows in (self._hashers, self._named, self._lineages, self._found, self.counter.open):
+        for of_rows in (self._hashers, self._named, self._lineages, self._mixed, self._found, self.counter.open):
             of_rows.clear()
         self.hints.clear()
         self.tier.restart()
@@ -721,7 +731,7 @@ class Replica:
         """Raise `InvalidRequestError` if one of `rows` would recompute tokens that others may read as they are."""
         if self.leases.of_row:
             self.leases.refuse_rewrite(rows, starts)
-        if self.weights.now.switches:
+        if self._mixed:
             self._refuse_other_weights(rows, starts)
 
     def _refuse_other_weights(self, rows: Rows, starts: Ints) -> None:

@@ -295,6 +295,30 @@ def test_a_request_that_goes_on_finds_no_more_pages_of_before() -> None:
     assert runs.start_idx == 20
 
 
+@pytest.mark.parametrize("kind", ["is stale", "is a fork"])
+def test_the_last_request_with_old_pages_may_not_recompute_them_either(kind: str) -> None:
+    """No request of before runs any more. This one came after the switch."""
+    manager = made()
+    before = begun(manager, PROMPT, "before")
+    if kind == "is a fork":
+        manager.set_weights("b")
+        last = before.fork("last")
+        last.update(1)
+        assert manager.fork(before, last)
+        manager.release("before")
+    else:
+        manager.release("before")
+        manager.set_weights("b")
+        last = TextContext(PROMPT, 200, "last", max_staleness=1)
+        manager.external_claim("last")
+        assert manager.maybe_reserve(last)
+    last.set_token_indices(start_idx=3, active_idx=4)
+    with pytest.raises(InvalidRequestError, match="'last': would recompute from token 3, .* of other weights"):
+        manager.fetch([last])
+    manager.release("last")
+    assert not manager._replicas.each[0]._mixed
+
+
 @pytest.mark.parametrize("how", [as_list, as_batch])
 @pytest.mark.parametrize("kind", ["goes on", "is stale", "caches nothing"])
 def test_a_request_may_not_recompute_tokens_in_pages_of_other_weights(
