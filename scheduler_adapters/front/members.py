@@ -27,3 +27,7 @@ class Member:
     stats: msg.Stats | None = None
     loaded: msg.Loaded | None = None
     is_switching: bool = False
+
+    def has_loaded(self, model: str) -> bool:
+        """Whether its latest answer is about this directory, and not about one that an earlier frontend named."""
+        return self.loaded is not None and self.loaded.model == model

@@ -140,8 +140,8 @@ class Rollout:
         for member in members:
             member.loaded = None
             self._tell([member], msg.Load(model=model))
-            await self._until(lambda member=member: member.loaded is not None or self._is_gone(member))
-            if member.loaded is not None:
+            await self._until(lambda member=member: member.has_loaded(model) or self._is_gone(member))
+            if member.loaded is not None and member.has_loaded(model):
                 answers.append(member.loaded)
                 if member.loaded.error:
                     break

@@ -50,6 +50,7 @@ class WeightsSwitch:
         self._loading: tuple[str, Future[SpareWeights]] | None = None
         self._spare: SpareWeights | None = None
         self._wanted = ""  # the weights to which the process switches when it is at rest
+        self._refused: msg.Loaded | None = None  # the answer to a load that came meanwhile
 
     @property
     def name(self) -> str:
@@ -57,9 +58,14 @@ class WeightsSwitch:
         return self._weights.name
 
     def load(self, model: str) -> None:
-        """Begins to load the weights of a directory. Weights that were loaded before are dropped."""
+        """Begins to load the weights of a directory. Weights that were loaded before are dropped.
+
+        If the process is about to use these, it refuses instead.
+        """
         if self._wanted:
-            return  # the order to use the loaded weights has come
+            told = f"the process is about to change its weights to {self._wanted}"
+            self._refused = msg.Loaded(name=self._name, model=model, error=told) if model else None
+            return
         self._spare = None
         self._loading = (model, self._thread.submit(self._weights.load, model)) if model else None
 
@@ -70,7 +76,10 @@ class WeightsSwitch:
             self._scheduler.pause()
 
     def take_loaded(self) -> msg.Loaded | None:
-        """Returns the outcome of a load that has ended since the last call."""
+        """Returns the outcome of a load that has ended, or was refused, since the last call."""
+        if self._refused is not None:
+            refused, self._refused = self._refused, None
+            return refused
         if self._loading is None or not self._loading[1].done():
             return None
         (model, loading), self._loading = self._loading, None

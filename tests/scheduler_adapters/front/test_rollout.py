@@ -143,6 +143,22 @@ def test_if_one_process_cannot_load_no_process_changes(played: Play, answers: An
     played(story)
 
 
+def test_an_answer_about_another_directory_is_not_waited_for(played: Play) -> None:
+    """A frontend that was restarted hears what a process has loaded for the frontend before it."""
+
+    async def story(all_of: Fronted) -> None:
+        (p1,) = await joined(all_of, "p1")
+        rolling = asyncio.create_task(all_of.front.rollout.to("dir"))
+        await p1.heard(msg.Load)
+        p1.say(msg.Loaded(name="p1", model="earlier", weights="0c"))
+        await still(p1)
+        p1.say(msg.Loaded(name="p1", model="dir", weights=NEW))
+        await switches(p1)
+        assert await rolling == NEW
+
+    played(story)
+
+
 def test_a_second_roll_out_waits_for_its_turn(played: Play) -> None:
     async def story(all_of: Fronted) -> None:
         with pytest.raises(RefusedError, match="no process"):

@@ -84,6 +84,10 @@ def test_a_request_that_has_begun_ends_with_its_own_weights(switched: Switched, 
     for switch in switched.switches.values():
         switch.switch(new)
         assert switch.name == old, "not while the request runs"
+        switch.load("other")  # a frontend that was restarted does not know of the switch
+        told = switch.take_loaded()
+        assert told is not None
+        assert (told.model, told.error) == ("other", f"the process is about to change its weights to {new}")
     service._submit("r1", PROMPT, NEW, service.decode)
     switched.until(lambda: len(service.ended) == 2, "the end of both")
     assert service.ended["r1"].elsewhere
