@@ -339,7 +339,7 @@ class Engine:
         return True
 
     def _found(self, request: Request) -> None:
-        """Record what a reservation has found. Of a request's first pages, the manager says which version they are."""
+        """Record what a reservation has found. The manager says of which version the request's first pages are."""
         told = [] if request.versions else self.manager.lineage(request.name)
         for first, count, version in told:
             number = NAMES.index(version)
