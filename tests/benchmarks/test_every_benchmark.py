@@ -59,6 +59,7 @@ ELSEWHERE = {
     "vllm_groups": "needs vLLM, and is run by layer_groups in the environment of `make test-vllm`",
     "vllm_serve": "needs vLLM's servers: its parts are those of tests/vllm_serve, `make test-engines`",
     "vllm_answers": "needs vLLM's servers: tests/vllm_serve/test_answers.py runs its parts, `make test-engines`",
+    "vllm_conversations": "needs vLLM's servers: tests/vllm_serve/test_conversations.py runs it, `make test-engines`",
     "pulls/vllm_worker": "needs vLLM's environment and shared scripts: others.vllm says what is missing",
     "fleet_worker": "is what fleet, first_token and handover start",
     "both_ends": "needs network namespaces: tests/hosts/test_both_ends_on_hosts.py runs it, `make test-hosts`",

@@ -29,6 +29,14 @@ def _llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(**_COMMON, **_HEADS))
 
 
+def _deep_llama() -> Any:
+    """Returns a model that computes a token much more slowly than a peer's KV of it is read."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    larger = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
+    return LlamaForCausalLM(LlamaConfig(**{**_COMMON, **larger}, num_key_value_heads=4, head_dim=64))
+
+
 def _qwen3() -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -77,6 +85,7 @@ def _granite() -> Any:
 
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": _llama,
+    "deep-llama": _deep_llama,
     "qwen3": _qwen3,
     "mistral": _mistral,
     "gemma3": _gemma3,

@@ -1,7 +1,8 @@
 """A minimal proxy for disaggregated prefill and decode: `python -m tests.vllm_serve.proxy PORT PREFILL DECODE`.
 
 It sends each request to prefill with `max_tokens` 1. Then it sends the request to decode, with the params of prefill's
-answer. If the client disconnects, both requests are cancelled.
+answer. It keeps nothing: a client that gives the params of its last answer lets prefill find decode's KV. If the client
+disconnects, both requests are cancelled.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ FOR_A_READER: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": F
 def first_request(body: dict[str, Any]) -> dict[str, Any]:
     """Returns the request to prefill."""
     kept = {key: value for key, value in body.items() if key not in {"stream_options", "min_tokens"}}
-    return kept | {"kv_transfer_params": FOR_A_READER, "max_tokens": 1, "stream": False}
+    return kept | {"kv_transfer_params": for_a_reader(body.get("kv_transfer_params")), "max_tokens": 1, "stream": False}
+
+
+def for_a_reader(params: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the params of a request to prefill: those of the last answer, and what makes prefill keep its blocks."""
+    return {**(params or {}), **FOR_A_READER}
 
 
 def make_app(prefill: str, decode: str) -> web.Application:

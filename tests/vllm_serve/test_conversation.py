@@ -1,4 +1,4 @@
-"""Conversations on two equal servers: what one has cached, the other finds. The proxy keeps nothing."""
+"""Conversations: what one server has cached, another finds. The proxy keeps nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.vllm_serve.client import Answer, ask
-from tests.vllm_serve.server import LEASE, Server, Settings
+from tests.vllm_serve.server import LEASE, Proxy, Server, Settings
 
 FOUND = "vllm:pagewire_peer_prefix_tokens_total"
 LENT = "vllm:pagewire_lent_blocks_total"
@@ -128,3 +128,25 @@ def test_an_idle_server_that_may_lend_takes_no_time(three: list[Server]) -> None
     time.sleep(length)
     shares = [(seconds(server) - start) / length for server, start in zip(three, before, strict=True)]
     assert max(shares[:2]) <= shares[2] + 0.005, shares
+
+
+def test_prefill_finds_what_decode_has_computed(servers: Any, model: Callable[..., Path], folder: Path) -> None:
+    """It is the last test, because it may end servers of the other tests."""
+    extra = {"kv_lease_duration": LEASE, "ask_timeout": 2.0}
+    prefill, decode, plain = servers.get(
+        Settings(model("llama"), role="kv_producer", extra=json.dumps(extra)),
+        Settings(model("llama"), role="kv_consumer", extra=json.dumps(extra | {"lend": 0.25})),
+        Settings(model("llama"), connector=""),
+    )
+    proxy = Proxy(prefill, decode, folder)
+    try:
+        answer = ask(proxy.url, TURNS[0], max_tokens=64, kv_transfer_params={"kv_sources": []})
+        prompt = [*TURNS[0], *answer.tokens, *TURNS[1]]
+        answer = ask(proxy.url, prompt, kv_transfer_params=answer.params)
+    finally:
+        proxy.stop()
+    assert answer.tokens == ask(plain.url, prompt).tokens
+    # decode has computed 363 tokens, without the answer's last one, and prefill lacks the blocks after its first 300
+    assert prefill.metrics()[FOUND] == (363 // 32 - 300 // 32) * 32
+    for server in (prefill, decode):
+        server.wait_empty()
