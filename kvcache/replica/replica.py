@@ -735,9 +735,11 @@ class Replica:
             self._refuse_other_weights(rows, starts)
 
     def _refuse_other_weights(self, rows: Rows, starts: Ints) -> None:
-        """Raise `InvalidRequestError` if one of `rows` would recompute tokens in pages that other weights computed.
+        """Raise `InvalidRequestError` if one of `rows` would recompute tokens in pages with KV of other weights.
 
-        Requests under those weights may find these pages, or use them now.
+        Requests under those weights may find these pages, or use them now. In the first page of a segment of its own,
+        tokens of before the switch may stand. If a request recomputed them, and its fork did not, one name would stand
+        for two pages.
         """
         size = self.page_size
         named = self.rows.committed[rows]
@@ -746,11 +748,12 @@ class Replica:
         kept = np.maximum(self.rows.cached[rows], named * size)
         for at in (starts < kept).nonzero()[0].tolist():
             row, start = int(as_rows(rows)[at]), int(starts[at])
-            own = self.lineage(row).segments[-1].first_page * size
+            last = self.lineage(row).segments[-1]
+            own = (last.first_page + bool(last.mark)) * size
             if start < own:
                 raise InvalidRequestError(
                     f"request {self.rows.request_ids[row]!r}: would recompute from token {start}, but the pages of its "
-                    f"first {own} tokens are of other weights: release the request and claim it again"
+                    f"first {own} tokens may hold KV of other weights: release the request and claim it again"
                 )
 
     def _refuse_stopped(self, row: int, call: str) -> None:

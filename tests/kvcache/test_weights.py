@@ -233,7 +233,7 @@ def test_pages_found_after_those_that_come_from_the_host_keep_their_names_at_a_s
     of_a, of_b = (version_bytes("", name) for name in "ab")
     assert manager.lineage("again") == ((0, 20, of_a),)
     again.set_token_indices(start_idx=17, active_idx=18)
-    told = "has freed the pages" if "window" in kind else "the pages of its first 20 tokens are of other weights"
+    told = "has freed the pages" if "window" in kind else "first 24 tokens may hold KV of other weights"
     with pytest.raises(InvalidRequestError, match=told):
         manager.fetch([again])
     again.set_token_indices(start_idx=20, active_idx=again.end_idx)
@@ -313,10 +313,29 @@ def test_the_last_request_with_old_pages_may_not_recompute_them_either(kind: str
         manager.external_claim("last")
         assert manager.maybe_reserve(last)
     last.set_token_indices(start_idx=3, active_idx=4)
-    with pytest.raises(InvalidRequestError, match="'last': would recompute from token 3, .* of other weights"):
+    with pytest.raises(InvalidRequestError, match="'last': would recompute from token 3, .* other weights"):
         manager.fetch([last])
     manager.release("last")
     assert not manager._replicas.each[0]._mixed
+
+
+@pytest.mark.parametrize("recomputes", ["parent", "child"])
+def test_a_page_with_tokens_of_both_versions_is_not_recomputed_by_one_of_a_request_and_its_fork(recomputes: str) -> None:
+    """Both would publish the page by one name: one with KV of both versions, the other with KV of the new one alone."""
+    manager = made()
+    parent = begun(manager, PROMPT, "parent")
+    manager.set_weights("b")
+    child = parent.fork("child")
+    child.update(1)
+    assert manager.fork(parent, child)
+    one = {"parent": parent, "child": child}[recomputes]
+    one.set_token_indices(start_idx=20, active_idx=one.end_idx)
+    assert manager.maybe_reserve(one)
+    with pytest.raises(InvalidRequestError, match=f"'{recomputes}': would recompute from token 20, .* first 24 tokens"):
+        manager.fetch([one])
+    one.set_token_indices(start_idx=22, active_idx=one.end_idx)
+    step(manager, [parent, child], 5)
+    manager.check()
 
 
 @pytest.mark.parametrize("how", [as_list, as_batch])
@@ -334,14 +353,15 @@ def test_a_request_may_not_recompute_tokens_in_pages_of_other_weights(
         manager.external_claim("stale")
         assert manager.maybe_reserve(runs)
         assert runs.start_idx == 20
+    of_others = 20 if kind == "is stale" else 24  # page 5 of a request that goes on may have tokens of both versions
     for start in (3, 19):
         runs.set_token_indices(start_idx=start, active_idx=start + 1)
         assert manager.maybe_reserve(runs)
-        told = rf"'{runs.request_id}': would recompute from token {start}, .* first 20 tokens are of other weights"
+        told = rf"'{runs.request_id}': would recompute from token {start}, .* first {of_others} tokens may hold KV of other"
         for call in (manager.fetch, manager.fetch_ahead):
             with pytest.raises(InvalidRequestError, match=told):
                 call(how(manager, runs))
-    runs.set_token_indices(start_idx=20, active_idx=runs.end_idx)
+    runs.set_token_indices(start_idx=20 if kind == "is stale" else 22, active_idx=runs.end_idx)
     step(manager, [runs], 6)
     assert manager.maybe_reserve(runs)
     runs.set_token_indices(start_idx=25, active_idx=26)  # in a page of its own weights
