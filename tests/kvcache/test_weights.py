@@ -320,7 +320,9 @@ def test_the_last_request_with_old_pages_may_not_recompute_them_either(kind: str
 
 
 @pytest.mark.parametrize("recomputes", ["parent", "child"])
-def test_a_page_with_tokens_of_both_versions_is_not_recomputed_by_one_of_a_request_and_its_fork(recomputes: str) -> None:
+def test_a_page_with_tokens_of_both_versions_is_not_recomputed_by_one_of_a_request_and_its_fork(
+    recomputes: str,
+) -> None:
     """Both would publish the page by one name: one with KV of both versions, the other with KV of the new one alone."""
     manager = made()
     parent = begun(manager, PROMPT, "parent")

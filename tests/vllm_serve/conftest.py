@@ -6,13 +6,13 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.vllm_serve.server import ON_GPU, Pair, Server, Settings, environment
+from tests.vllm_serve.server import ON_GPU, Pair, Proxy, Server, Settings, environment
 
 
 def _has_wheel() -> bool:
@@ -31,6 +31,8 @@ if _has_wheel():
     from tests.vllm_serve.client import PROMPTS
     from tests.vllm_serve.models import make_model
 
+    _SERVERS = pytest.StashKey["Servers"]()
+
     class Servers:
         """The running servers, by their settings. The start of a server takes a minute, so tests share servers."""
 
@@ -38,6 +40,7 @@ if _has_wheel():
             self.folder = folder
             self._most = most
             self._running: dict[Settings, Server] = {}
+            self._proxies: dict[tuple[str, str], Proxy] = {}
             self._count = 0
 
         def get(self, *wanted: Settings) -> list[Server]:
@@ -61,25 +64,55 @@ if _has_wheel():
         def pair(self, prefill: Settings, decode: Settings) -> Pair:
             return Pair(*self.get(prefill, decode))
 
+        def proxy(self, pair: Pair) -> Proxy:
+            """Returns the proxy in front of a pair. It is started once."""
+            urls = pair.prefill.url, pair.decode.url
+            if urls not in self._proxies:
+                self._proxies[urls] = Proxy(*pair.both, self.folder)
+            return self._proxies[urls]
+
         def _lives(self, settings: Settings) -> bool:
             server = self._running.get(settings)
             if server is not None and not server.alive:
                 self._running.pop(settings).stop()
             return settings in self._running
 
+        def told(self) -> list[tuple[str, str]]:
+            """Returns the name of each running server, whether it still lives, and the end of its log."""
+            return [
+                (f"{server.log.name}, status {server.process.poll()}", server.text[-3000:])
+                for server in self._running.values()
+            ]
+
         def close(self) -> None:
-            for server in self._running.values():
-                server.stop()
+            for processes in (self._proxies, self._running):
+                while processes:
+                    processes.popitem()[1].stop()
 
     @pytest.fixture(scope="session")
     def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return tmp_path_factory.mktemp("engines")
 
     @pytest.fixture(scope="session")
-    def servers(folder: Path) -> Iterator[Servers]:
-        found = Servers(folder, most=4)
+    def servers(folder: Path, request: pytest.FixtureRequest) -> Iterator[Servers]:
+        found = request.config.stash[_SERVERS] = Servers(folder, most=4)
         yield found
         found.close()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """A failed test tells the logs of the servers, and ends them: the second try and the next test get new ones.
+
+        A prefill server once closed every connection, and failed thirteen tests and their second tries.
+        """
+        report = yield
+        servers = item.config.stash.get(_SERVERS, None)
+        if call.when == "call" and report.failed and servers is not None:
+            report.sections += servers.told()
+            servers.close()
+        return report
 
     @pytest.fixture(scope="session")
     def model(folder: Path) -> Callable[..., Path]:

@@ -47,7 +47,7 @@ def talk(servers: list[Server], plain: Server, turns: list[list[int]], sources: 
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def three(servers: Any, model: Callable[..., Path]) -> list[Server]:
     """Two equal servers, and a plain one."""
     llama = model("llama")

@@ -23,7 +23,7 @@ LENGTH = 1400
 """The number of tokens of a prompt. Two such prompts fill 88 of the 99 blocks."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pair(servers: Any, model: Callable[..., Path]) -> Pair:
     settings = Settings(
         model("llama"), block_size=SIZE, blocks=BLOCKS, extra=json.dumps({"kv_lease_duration": 600.0}), number=9

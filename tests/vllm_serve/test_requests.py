@@ -34,18 +34,15 @@ class Engines(NamedTuple):
     expected: list[list[int]]
 
 
-@pytest.fixture(scope="module")
-def engines(
-    servers: Any, model: Callable[..., Path], expected: Callable[[Path], list[list[int]]], folder: Path
-) -> Iterator[Engines]:
+@pytest.fixture
+def engines(servers: Any, model: Callable[..., Path], expected: Callable[[Path], list[list[int]]]) -> Engines:
     target = model("llama")
     tokens, settings = expected(target), Settings(target)
     prefill, fails, recomputes = servers.get(
         settings, replace(settings, block_size=64), replace(settings, number=1, policy="recompute")
     )
-    proxy = Proxy(prefill, fails, folder)
-    yield Engines(Pair(prefill, fails), Pair(prefill, recomputes), proxy, tokens)
-    proxy.stop()
+    pair = Pair(prefill, fails)
+    return Engines(pair, Pair(prefill, recomputes), servers.proxy(pair), tokens)
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ def all_tokens(answer: Answer) -> list[list[int]]:
     return [choice["token_ids"] for choice in answer.body["choices"]] if answer.status == 200 else []
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pair(servers: Any, model: Callable[..., Path]) -> Pair:
     """On this decode server, a request that cannot be loaded fails.
 

@@ -49,10 +49,16 @@ def target(model: Callable[..., Path], folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(servers: Any, target: Path, folder: Path) -> Pair:
-    """Both sides have the adapters `same` and `other`. The weights of `other` differ."""
+def adapters(folder: Path) -> tuple[Path, Path, Path]:
+    """Returns the folders of an adapter, of its copy, and of an adapter with other weights."""
     first, second = make_adapter(folder / "first", 1), make_adapter(folder / "second", 2)
-    copied = Path(shutil.copytree(first, folder / "copied"))
+    return first, Path(shutil.copytree(first, folder / "copied")), second
+
+
+@pytest.fixture
+def pair(servers: Any, target: Path, adapters: tuple[Path, Path, Path]) -> Pair:
+    """Both sides have the adapters `same` and `other`. The weights of `other` differ."""
+    first, copied, second = adapters
     settings = Settings(target, number=11, more=_adapters(same=first, other=first))
     return servers.pair(settings, replace(settings, number=12, more=_adapters(same=copied, other=second)))
 

@@ -111,6 +111,7 @@ class Books:
             for name, one in replica.requests.items():
                 one.published = seam.published(self.manager, name)
         self._gone.clear()
+        self.switches.given_back.clear()
         self._learn_host(reset=reset)
         # The next call's uses must count as later than the pages that this call has added.
         self.clock += 1
@@ -126,6 +127,9 @@ class Books:
     def gives_back(self, one: Request) -> None:
         """Records that a request is about to give back its pages and to get other pages."""
         self._gone = {one.replica: dict(self._places(one))}
+        digest_of = {page: digest for digest, page in self.replicas[one.replica].there.items()}
+        pages = {page for row in one.rows for page in row.values()}
+        self.switches.gives_back(one.replica, (digest_of[page] for page in pages if page in digest_of))
 
     def touch_found(self, one: Request) -> None:
         """Records the use of the state copy from which a request continues."""
@@ -213,8 +217,7 @@ class Books:
         for digest in idle:
             assert digest not in gone or digest in was, "a page was evicted that no lookup has found before"
             order.append(digest)
-        if any(self.switches.is_old(at, digest) for digest in idle):  # they come before the others
-            self.switches.sort(at, order, idle)
+        self.switches.sort(at, order, idle)
         full = replica.num_pages == len(held) + len({*now.values()} - held)
         assert not gone or replica.slab_pages or full or "late copies" in self.features, (
             "a page was evicted while another one was fresh"

@@ -43,7 +43,6 @@ ONE_OF = tuple(
             for one in (
                 *("states apart", "states in slabs", "host", "files", "objects", "quotas", "draft layers", "hints"),
                 *("drafts", "imports", "lends", "renames", "hostile", "interrupts", "overlap", "tails", "late copies"),
-                *("window", "chunk", "windows alone", "sinks"),
             )
         ),
     )

@@ -22,6 +22,7 @@ class Switches:
         self._of: dict[tuple[int, Digest], Any] = {}
         self._used: dict[tuple[int, Digest], Any] = {}
         self._marks = 0
+        self.given_back: set[tuple[int, Digest]] = set()
 
     @property
     def now(self) -> Any:
@@ -75,7 +76,12 @@ class Switches:
     def is_old(self, at: int, digest: Digest) -> bool:
         return self.now not in (self._of[at, digest], self._used[at, digest])
 
+    def gives_back(self, at: int, digests: Iterable[Digest]) -> None:
+        """Records that a request is about to give back these contents, before it finds others or the same again."""
+        self.given_back = {(at, digest) for digest in digests if self.is_old(at, digest)}
+
     def sort(self, at: int, order: list[Digest], idle: list[Digest]) -> None:
         """Move those of the contents `idle`, which have just joined the `order`, to its front if they are old."""
-        old = [digest for digest in idle if self.is_old(at, digest)]
-        order[:] = [*old, *(digest for digest in order if digest not in old)]
+        old = [digest for digest in idle if self.is_old(at, digest) or (at, digest) in self.given_back]
+        if old:
+            order[:] = [*old, *(digest for digest in order if digest not in old)]
