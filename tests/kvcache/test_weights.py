@@ -320,7 +320,7 @@ def test_the_last_request_with_old_pages_may_not_recompute_them_either(kind: str
 
 
 @pytest.mark.parametrize("recomputes", ["parent", "child"])
-def test_a_page_with_tokens_of_both_versions_is_not_recomputed_by_one_of_a_request_and_its_fork(
+def test_of_a_request_and_its_fork_none_recomputes_a_page_of_both_versions(
     recomputes: str,
 ) -> None:
     """Both would publish the page by one name: one with KV of both versions, the other with KV of the new one alone."""
@@ -359,7 +359,7 @@ def test_a_request_may_not_recompute_tokens_in_pages_of_other_weights(
     for start in (3, 19):
         runs.set_token_indices(start_idx=start, active_idx=start + 1)
         assert manager.maybe_reserve(runs)
-        told = rf"'{runs.request_id}': would recompute from token {start}, .* first {of_others} tokens may hold KV of other"
+        told = rf"'{runs.request_id}': would recompute from token {start}, .* first {of_others} tokens may hold KV"
         for call in (manager.fetch, manager.fetch_ahead):
             with pytest.raises(InvalidRequestError, match=told):
                 call(how(manager, runs))
