@@ -41,8 +41,8 @@ ONE_OF = tuple(
         *(
             ("weights", one)
             for one in (
-                *("states apart", "states in slabs", "host", "files", "objects", "quotas", "draft layers", "hints"),
-                *("drafts", "imports", "lends", "renames", "hostile", "interrupts", "overlap", "tails", "late copies"),
+                *("states apart", "states in slabs", "host", "files", "objects", "draft layers", "hints", "imports"),
+                *("lends", "hostile", "interrupts", "overlap", "tails", "late copies"),
             )
         ),
     )

@@ -353,7 +353,7 @@ class Moves:
         self.call("admission", lambda: self.manager.admission(one.context))
         if between == 0 and "resets" in self.features:
             self.reset()
-        elif between < 3 and "renames" in self.features:
+        elif between < 3 and "renames" in self.features and not one.gives_back:
             self.change(one.context)
         else:
             self.reserve()
@@ -884,10 +884,11 @@ class Moves:
         """Changes the salt or the keys of a request. The change is allowed while the request waits. It is refused while
         the request holds pages.
         """
-        one = self.any_of(self.running)
+        # What a request is about to give back still has the names of before.
+        one = self.any_of([one for one in self.running if not one.gives_back])
         if one is None:
             return False
-        context, before = one.context, one.named
+        context, before = one.context, (one.context.cache_salt, one.context.extra_keys)
         self.change(context)
         if not one.has_pages:
             return True
@@ -900,7 +901,7 @@ class Moves:
         """Checks that a step which publishes a page refuses a context with another salt or other keys."""
         if self.committed(one) == one.context.start_idx // PAGE_SIZE or one.unsure or one.private:
             return
-        before: Named = one.named
+        before: Named = one.context.cache_salt, one.context.extra_keys
         self.change(one.context)
         self.refused(one, lambda: self.manager.step([one.context]))
         one.context.cache_salt, one.context.extra_keys = before
