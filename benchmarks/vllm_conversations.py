@@ -190,14 +190,8 @@ def answered(settings: Settings, folder: Path, talks: Sequence[Talk], tokens: in
         return found
 
     servers = [Server(replace(plain, number=at), folder, f"reference-{at}") for at in range(2)]
-
-    def at_one(at: int) -> list[list[Turn]]:
-        """Asks one server for its conversations, one at a time, so that no batch changes how its sums are rounded."""
-        return [answer(each) for each in range(at, len(talks), len(servers))]
-
-    with running(servers), ThreadPoolExecutor(len(servers)) as pool:
-        halves = list(pool.map(at_one, range(len(servers))))
-    return [halves[at % len(servers)][at // len(servers)] for at in range(len(talks))]
+    with running(servers), ThreadPoolExecutor(len(talks)) as pool:
+        return list(pool.map(answer, range(len(talks))))
 
 
 @contextmanager
@@ -457,7 +451,7 @@ def idle(way: str, base: Settings, folder: Path) -> Row:
 def main() -> int:
     """Runs what the options say, prints the tables, and writes them. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_conversations", description=__doc__)
-    parser.add_argument("--ways", default="ours,theirs,theirs-ucx,plain", help="with commas between; '' for none")
+    parser.add_argument("--ways", default="ours,theirs,plain", help="with commas between; '' for none")
     parser.add_argument("--only", choices=SETTINGS, help="one setting")
     parser.add_argument("--conversations", type=int, help="how many run at the same time (24)")
     parser.add_argument("--turns", type=int, help="turns of each conversation (6)")
