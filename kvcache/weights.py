@@ -223,8 +223,10 @@ def last_name(segments: Segments, page: int | None = None) -> bytes:
     version = segments[-1].version or b""
     if not has_keys(segments):
         return version
-    every = _of_version(segments[0].version) + repr(keys_of(segments, 1)).encode()
-    return version + hashlib.sha256(every).digest()[:_BYTES]
+    every = hashlib.sha256()
+    for at, key in ((0, _of_version(segments[0].version)), *keys_of(segments, 1)):
+        every.update(struct.pack("<QB", at, len(key)) + key)
+    return version + every.digest()[:_BYTES]
 
 
 def named_version(name: bytes | None) -> str:
