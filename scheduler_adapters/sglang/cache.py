@@ -16,6 +16,10 @@ A cached prefix is found page by page, by chained digests. There is no tree to s
 pages, the last pages of a prefix first. The price is one hash for each page of a request. For a prompt of 32,768 tokens
 that takes 0.4 ms in pages of 64, 1 ms in pages of 16, and 20 ms in pages of 1, SGLang's default. SGLang's tree takes
 0.1 ms in pages of 1. Use `--page-size 16` or more.
+
+The version of the weights is part of each page's name (`kvcache.weights`), so a change of the weights needs no flush.
+Afterwards, requests find pages of the current version only. A request that runs on has KV of several versions. It
+publishes its further pages under names that only it knows.
 """
 
 from __future__ import annotations
@@ -47,8 +51,10 @@ from kvcache.endpoints.watch import Watch
 from kvcache.errors import InvalidParamsError, InvariantError
 from kvcache.params import HashAlgorithm
 from kvcache.pool.pages import PagePool
-from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
+from kvcache.replica.hashing import DIGEST_BYTES, ExtraKeys, PrefixHasher
+from kvcache.weights import Lineage, Weights, first_own_page
 from scheduler_adapters.sglang.events import Digests, event_recorder, record_removed, record_stored
+from scheduler_adapters.sglang.weights import served_weights
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -110,10 +116,11 @@ class Prefix:
 
 @dataclass(slots=True)
 class _HashedIds:
-    """A request's hashed tokens, its hasher, and the result of its last lookup."""
+    """A request's hashed tokens, its hasher, the weights of its pages, and the result of its last lookup."""
 
     hasher: PrefixHasher
     tokens: Tokens
+    lineage: Lineage
     found: Prefix | None = None
     pages_asked: int = 0
 
@@ -140,6 +147,9 @@ class PagewireCache(BasePrefixCache):
         self._hashed: weakref.WeakKeyDictionary[Req, _HashedIds] = weakref.WeakKeyDictionary()
         self._events = self.kv_events = event_recorder(params)  # SGLang reads and removes events from this attribute
         self.watch: Watch | None = None
+        self._served = served_weights()
+        self._weights = Weights(self._served.text or None)
+        self._served.tell(self)
         self.reset()
         if params.enable_metrics:
             self.init_metrics_collector()
@@ -196,7 +206,9 @@ class PagewireCache(BasePrefixCache):
         duplicate = own != kept
         new = ~duplicate
         new[:protected] = False
-        record_stored(self._events, req, hashed.tokens, digests, new)
+        told = new.copy()
+        told[first_own_page(hashed.lineage.segments) :] = False  # no router should look for pages that nobody finds
+        record_stored(self._events, req, hashed.tokens, digests, told)
         journal = self.pool.journal
         if protected and not req.kv.cache_inserted_len:
             for tell in journal.found:
@@ -250,6 +262,20 @@ class PagewireCache(BasePrefixCache):
         self._published -= count
         self.update_eviction_metrics(count * self.page_size, started)
         return EvictResult(num_tokens_evicted=count * self.page_size)
+
+    def on_weights(self, before: str, *, changed: bool) -> None:  # noqa: ARG002  (a new name makes new pages, too)
+        """Called when SGLang has other weights, or another name for them (`weights.py`).
+
+        A request that holds KV goes on. The pages that it has published keep their names. What it publishes from now on
+        gets names that no other request can find.
+        """
+        self._weights.switch(self._served.text or None)
+        for req, known in list(self._hashed.items()):
+            if req.kv.holds_kv:
+                salt, keys = known.hasher.named
+                lineage = self._weights.gone_on(known.lineage, req.kv.cache_protected_len // self.page_size)
+                self._hashed[req] = self._new_hashed(salt, keys or (), lineage)
+        self._events.record_all_cleared()
 
     # ---- SGLang's interface: counts
 
@@ -319,16 +345,16 @@ class PagewireCache(BasePrefixCache):
 
         The digests end before the first token that is not an int32. If the request was hashed before, only its new
         tokens are hashed, unless its earlier tokens have changed. Earlier tokens change when the request is aborted.
+        A request without KV begins anew, under the current weights.
         """
         tokens = np.frombuffer(ids, np.int64)[:limit] if len(ids) else np.zeros(0, np.int64)
         kept = None if req is None else self._hashed.get(req)
         known = 0 if kept is None else min(len(kept.tokens), len(tokens))
-        if kept is None or not np.array_equal(kept.tokens[:known], tokens[:known]):
+        goes_on = kept is not None and req is not None and req.kv.holds_kv
+        lineage = kept.lineage if kept is not None and goes_on else self._weights.now
+        if kept is None or kept.lineage != lineage or not np.array_equal(kept.tokens[:known], tokens[:known]):
             keys = () if extra_key is None else ((0, extra_key.encode()),)
-            known, kept = (
-                0,
-                _HashedIds(PrefixHasher(_ALGORITHM, self.page_size, salt or None, keys), tokens[:0].copy()),
-            )
+            known, kept = 0, self._new_hashed(salt or None, keys, lineage)
         new = tokens[known:]
         if len(new) and not 0 <= int(new.min()) <= int(new.max()) <= _MAX_TOKEN:
             tokens = tokens[: known + int(np.argmax((new < 0) | (new > _MAX_TOKEN)))]
@@ -338,6 +364,10 @@ class PagewireCache(BasePrefixCache):
         if req is not None:
             self._hashed[req] = kept
         return kept, kept.hasher.digests(kept.tokens, 0, len(tokens) // self.page_size)
+
+    def _new_hashed(self, salt: str | None, keys: ExtraKeys, lineage: Lineage) -> _HashedIds:
+        hasher = PrefixHasher(_ALGORITHM, self.page_size, salt, keys, lineage.segments)
+        return _HashedIds(hasher, np.zeros(0, np.int64), lineage)
 
     def _publish(self, own: Pages, digests: Digests, protected: int) -> Pages:
         """Publishes a request's pages, except for the first `protected` ones.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +29,14 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel
 
 from kvcache.endpoints.addresses import in_endpoint
+from scheduler_adapters.sglang.cache import PagewireCache
 from scheduler_adapters.sglang.engine import building, caches, check_supported, new_engine_id, worker_config
 from scheduler_adapters.sglang.leases import Computed, FollowerLeases, RoomLeases
 from scheduler_adapters.sglang.pulls import Destination, RoomPulls
 from scheduler_adapters.sglang.ranks import RankFollower, RankLeader
 from scheduler_adapters.sglang.rooms import RoomClient, RoomServer, endpoint
 from scheduler_adapters.sglang.settings import read_settings
+from scheduler_adapters.sglang.weights import UnflushedTree, served_weights
 from transfer.connector.scheduler import NixlConnectorScheduler
 from transfer.connector.worker import NixlConnectorWorker
 from transfer.wire.allowed_peers import AllowedPeers
@@ -74,11 +77,17 @@ class PagewireKVManager(CommonKVManager):
         check_supported(self._queue, args)
         self._settings = read_settings()
         self._keyring = fleet_keys("SGLang", self._settings.secret)[1]
+        self._weights = served_weights()
+        is_ours = isinstance(self._queue.scheduler.tree_cache, PagewireCache)  # it keeps versions apart by itself
+        self._tree = None if is_ours else UnflushedTree(self._queue.scheduler)
+        self._senders: weakref.WeakSet[PagewireKVSender] = weakref.WeakSet()
+        self._worker: NixlConnectorWorker | None = None
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # SGLang's own socket, which this backend does not use
         if disaggregation_mode == DisaggregationMode.DECODE:
             self._start_decode()
             self._start_heartbeat_checker_thread()
+        self._weights.tell(self)
 
     # ---- start
 
@@ -118,7 +127,8 @@ class PagewireKVManager(CommonKVManager):
         super().register_to_bootstrap()
 
     def _start_decode(self) -> None:
-        worker = self._start_worker(self._shared(lambda: new_engine_id("decode", self.local_ip)))
+        worker = self._worker = self._start_worker(self._shared(lambda: new_engine_id("decode", self.local_ip)))
+        worker.set_weights(self.weights)
         alone = msgspec.structs.replace(self.config, tp_rank=0, tp_size=1)
         client = RoomClient(self._keyring, AllowedPeers(self.config.allowed_peers))
         self.pulls = RoomPulls(worker, NixlConnectorScheduler(alone), client, self)
@@ -131,6 +141,56 @@ class PagewireKVManager(CommonKVManager):
         info.target_tp_rank = 0
         info.target_tp_ranks = info.target_cp_ranks = info.target_pp_ranks = [0]
         info.required_dst_info_num = info.required_prefill_response_num = 1
+
+    # ---- weights
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """Identifies the weights, as names and values that both sides compare. Empty for those of the start."""
+        return {"weights": self._weights.text} if self._weights.text else {}
+
+    def add_sender(self, sender: PagewireKVSender) -> None:
+        """Tells a sender about changes of the weights from now on."""
+        self._senders.add(sender)
+
+    def on_weights(self, before: str, *, changed: bool) -> None:
+        """Called when SGLang has other weights, or another name for them (`weights.py`).
+
+        Leases that decode may read at this moment stay as they are: each names the weights of its own pages.
+        """
+        if self._worker is not None:
+            self._worker.set_weights(self.weights)
+        if not changed:
+            return
+        if self._tree is not None:
+            self._tree.on_change()
+        for sender in list(self._senders):
+            sender.on_change(before)
+        if self.pulls is not None:
+            self.pulls.on_change(f"the weights at decode have changed: {_named(before)}, now {self.named_weights}")
+
+    @property
+    def named_weights(self) -> str:
+        """The current weights, for a message."""
+        return _named(self._weights.text)
+
+    def mixed(self, request: Req, others: Sequence[str]) -> str:
+        """Returns why the pages of a computed prompt belong to no version of the weights; empty if they belong to one.
+
+        Args:
+            request: the request.
+            others: versions that were current while the request had pages, before the current one.
+        """
+        if others:
+            names = ", then ".join(map(_named, [*others, self._weights.text]))
+            return f"the weights changed while the prompt was computed: {names}"
+        if self._tree is not None and self._tree.is_stale and request.cached_tokens:
+            return (
+                f"{request.cached_tokens} tokens of the prompt were found in a prefix cache that was not flushed after "
+                f"the weights had changed; now {self.named_weights}: flush it (flush_cache), or use "
+                f"--radix-cache-backend pagewire"
+            )
+        return ""
 
     # ---- the outcome of a room
 
@@ -225,8 +285,16 @@ class PagewireKVSender(CommonKVSender):
     ) -> None:
         self._pages: list[int] = []
         self._num_tokens = 0
+        self._is_offered = False
+        self._others: list[str] = []  # earlier weights that some of the pages may have been computed with
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._leases.open(bootstrap_room)
+        mgr.add_sender(self)
+
+    def on_change(self, before: str) -> None:
+        """Called when the weights have changed."""
+        if self.request.kv.holds_kv and not self._is_offered:
+            self._others.append(before)
 
     @property
     def _leases(self) -> RoomLeases | FollowerLeases:
@@ -260,7 +328,13 @@ class PagewireKVSender(CommonKVSender):
             end = -(-self._num_tokens // self.kv_mgr.config.groups[1].block_size)
             blocks.append(np.asarray(pages).tolist())
             firsts.append(end - len(blocks[-1]))
-        row, prompt = self.kv_mgr.read_row(self.aux_index), prompt_of(self.request)
+        self._is_offered = True
+        if reason := self.kv_mgr.mixed(self.request, self._others):
+            self.kv_mgr.room_failed(self.bootstrap_room, reason)
+            return
+        # the weights are named here and not by the worker, because a lease outlives a change of the weights
+        prompt = prompt_of(self.request)._replace(named=tuple(self.kv_mgr.weights.items()))
+        row = self.kv_mgr.read_row(self.aux_index)
         self._leases.offer(self.bootstrap_room, Computed(blocks, firsts, self._num_tokens, row, prompt))
         self.kv_mgr.update_status(self.bootstrap_room, STATES.Transferring)
 
@@ -345,6 +419,10 @@ class PagewireKVBootstrapServer(CommonKVBootstrapServer):
     """SGLang's rendezvous server. It does not compare page sizes, because those of the two sides may differ."""
 
     page_size = property(lambda self: None, lambda self, value: None)  # noqa: ARG005
+
+
+def _named(weights: str) -> str:
+    return weights or "as at the start"
 
 
 def prompt_of(req: Req) -> Prompt:

@@ -22,6 +22,8 @@ QUEUES = (_PREFILL, _DECODE)
 def register() -> None:
     """Registers `--radix-cache-backend pagewire` and `--disaggregation-transfer-backend pagewire`.
 
+    From this call on, changes of the weights are recorded, because storage can be attached to a running server.
+
     Safe to call twice.
     """
     from sglang.srt.mem_cache.registry import (  # noqa: PLC0415  (this module needs no SGLang)
@@ -29,8 +31,11 @@ def register() -> None:
         register_radix_cache_backend,
     )
 
+    from scheduler_adapters.sglang.weights import follow_updates  # noqa: PLC0415  (imports nothing of SGLang here)
+
     if get_radix_cache_factory(BACKEND) is None:
         register_radix_cache_backend(BACKEND, _build)
+    follow_updates()
     _register_transfer()
 
 

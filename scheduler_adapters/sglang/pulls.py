@@ -123,6 +123,16 @@ class RoomPulls:
         """Forgets a room that SGLang has finished."""
         self.give_up(room, "given up")
 
+    def on_change(self, reason: str) -> None:
+        """Fails the rooms that have KV of the weights before: pages that are read, or a prefix that was cached here.
+
+        Rooms that prefill has not answered yet go on. Prefill's answer names the weights of its pages.
+        """
+        for known in list(self._rooms.values()):
+            cached = known.destination.num_computed_tokens if known.destination is not None else 0
+            if known.wanted is not None or cached:
+                self._fail(known, reason)
+
     def is_over(self, room: int) -> bool:
         """Returns True once nothing can write to the local pages of a room any more."""
         self.step()

@@ -10,11 +10,16 @@ SGLang imports it by its module path:
 SGLang names a page by a hash, which covers its tokens, the tokens before it, salt and `extra_key`. Files belong to a
 namespace: the key, the checkpoint, SGLang's version, the rank, and the pool's class, layout, dtype and sizes. If one of
 these differs, nothing is found. In contrast to SGLang's own files, each page has a checksum.
+
+When SGLang changes its weights, the files are closed, because host memory still has pages of the weights before. They
+are opened again when SGLang has flushed its cache, in the namespace of the new checkpoint. Weights from memory
+have no namespace, because their name may mean other weights after a restart. So the files stay closed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -36,6 +41,7 @@ from kvcache.tiers.file_tier import FILE_BYTES, NO_ENTRY, FileIndex
 from kvcache.tiers.page_files import FileFormat, FileRefusal, FileRefusals, SystemIO, read_pages
 from kvcache.tiers.page_folder import PageFolder, namespace_of
 from scheduler_adapters.checkpoints import digest_of_checkpoint
+from scheduler_adapters.sglang.weights import served_weights
 from transfer.errors import InvalidEngineError
 
 if TYPE_CHECKING:
@@ -94,12 +100,42 @@ class PagewireFiles(HiCacheStorage):
         self._lock = threading.Lock()  # guards the index; files are read and written outside it
         self._io = SystemIO()
         self._paused_until = 0.0
+        self._is_open = False
+        self._weights = served_weights()
         self.written = self.read = 0  # pages so far
         self.refusals = FileRefusals()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Opens the folder for the pages of a pool."""
         super().register_mem_pool_host(mem_pool_host)
+        self._open(mem_pool_host)
+        self._weights.tell(self)
+        clear = mem_pool_host.clear
+
+        @functools.wraps(clear)
+        def run() -> None:  # SGLang calls it when it flushes its cache, after its storage threads have ended
+            clear()
+            self._on_flush()
+
+        mem_pool_host.clear = run
+
+    def on_weights(self, before: str, *, changed: bool) -> None:  # noqa: ARG002
+        """Called when SGLang has other weights, or another name for them (`weights.py`)."""
+        self._is_open = self._is_open and not changed
+
+    def _on_flush(self) -> None:
+        """Opens the files of the current weights, now that host memory has no page of the weights before."""
+        if self._is_open:
+            return
+        if self._weights.files == "":
+            logger.warning(
+                "files: the weights (%s) were not loaded from a checkpoint, so nothing is written or read",
+                self._weights.text,
+            )
+        else:
+            self._open(self.mem_pool_host)
+
+    def _open(self, mem_pool_host: Any) -> None:
         page: torch.Tensor = mem_pool_host.get_dummy_flat_data_page()
         namespace = namespace_of("sglang", self._options.file_tier_key, self._described(mem_pool_host, page))
         self._layout = FileFormat(namespace, page.nbytes, 8 * _DIGEST_WORDS)
@@ -110,6 +146,7 @@ class PagewireFiles(HiCacheStorage):
         self._most = most
         self._index = FileIndex(most, page.nbytes, _DIGEST_WORDS)
         self._scan(first=True)
+        self._is_open = self._weights.files != ""
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Refuses pools of windows, recurrent states and drafts, whose pages are handed over in another way."""
@@ -133,7 +170,7 @@ class PagewireFiles(HiCacheStorage):
         sizes = ("layout", "page_size", "layer_num", "head_num", "head_dim", "kv_lora_rank", "qk_rope_head_dim")
         described = {
             "sglang": version("sglang"),
-            "model": [model, digest_of_checkpoint(model), _config_of(model)],
+            "model": [model, self._weights.files or digest_of_checkpoint(model), _config_of(model)],
             "ranks": ranks,
             "pool": [type(pool).__name__, str(pool.dtype), str(page.dtype), list(page.shape)],
             "sizes": {name: str(getattr(pool, name, None)) for name in (*sizes, "start_layer", "end_layer")},
@@ -149,6 +186,8 @@ class PagewireFiles(HiCacheStorage):
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """Returns how many pages are in files, from the first one on, without a gap."""
         del extra_info
+        if not self._is_open:
+            return 0
         self._rescan()
         with self._lock:
             found = self._index.find(_digests(keys))
@@ -166,6 +205,8 @@ class PagewireFiles(HiCacheStorage):
         del target_sizes
         targets = target_locations or [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
         found: list[torch.Tensor | None] = [None] * len(keys)
+        if not self._is_open:
+            return found
         digests = _digests(keys)
         with self._lock:
             entries = self._index.find(digests)
@@ -195,7 +236,7 @@ class PagewireFiles(HiCacheStorage):
         After a failure, say of a full disk, nothing is written for a while.
         """
         del target_locations, target_sizes
-        if time.monotonic() < self._paused_until:
+        if not self._is_open or time.monotonic() < self._paused_until:
             return False
         digests = _digests(keys)
         with self._lock:

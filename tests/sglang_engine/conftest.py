@@ -34,6 +34,28 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the same model with other weights."""
+    from scheduler_adapters.hf.tiny import EOS, tiny_llama
+
+    directory = tmp_path_factory.mktemp("other-model")
+    model = tiny_llama(seed=1)
+    model.lm_head.weight.data[EOS] = 0
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def other_reference(other_model_dir: Path) -> Any:
+    """Returns the tokens that the model with the other weights appends to a prompt."""
+    from scheduler_adapters.hf.runner import load_model, reference_tokens
+
+    model = load_model(other_model_dir)
+    model.generation_config.eos_token_id = None
+    return lambda prompt, new: reference_tokens(model, prompt, new)
+
+
+@pytest.fixture(scope="session")
 def reference(model_dir: Path) -> Any:
     """Returns the tokens that the model's own `generate` appends to a prompt, up to a token that the caller chooses."""
     from scheduler_adapters.hf.runner import load_model, reference_tokens

@@ -151,6 +151,17 @@ class Server:
             time.sleep(0.02)
         raise AssertionError(f"{self.role}: room {room} is in phase {found!r}, expected {phase!r}:\n{self.tail()}")
 
+    def update(
+        self, model: Path, version: str | None = None, *, flush: bool = True, between_chunks: bool = False
+    ) -> str:
+        """Loads other weights while the server runs. Returns SGLang's message."""
+        self.ask("update", model=str(model), version=version, flush=flush, between_chunks=between_chunks)
+        return self._until("updated", ANSWER_S)
+
+    def flush(self) -> None:
+        self.ask("flush")
+        assert self._until("flushed", ANSWER_S)
+
     def hold(self, on: bool) -> None:
         self.ask("hold", on=on)
         self._until("held", ANSWER_S)

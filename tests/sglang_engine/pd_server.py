@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from tests.sglang_engine import stand_ins
@@ -33,7 +34,11 @@ from sglang.srt.managers.disagg_service import start_disagg_service  # noqa: E40
 from sglang.srt.managers.io_struct import (  # noqa: E402
     AbortReq,
     BatchTokenIDOutput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
     ShutdownReq,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightFromDiskReqOutput,
     sock_recv,
     sock_send,
 )
@@ -121,6 +126,10 @@ class Tokenizer:
                 self.say(
                     name=output.rid, tokens=[], finished=output.finished_reason or {"type": "abort", "message": ""}
                 )
+            elif isinstance(output, UpdateWeightFromDiskReqOutput):
+                self.say(updated=output.message)
+            elif isinstance(output, FlushCacheReqOutput):
+                self.say(flushed=output.success)
             elif isinstance(output, BatchTokenIDOutput):
                 for place, name in enumerate(output.rids):
                     self.say(
@@ -136,6 +145,19 @@ class Tokenizer:
 
     def abort(self, name: str) -> None:
         self._send(AbortReq(rid=name))
+
+    def update(self, model: str, version: str | None, flush: bool, between_chunks: bool) -> None:
+        """Loads other weights, as SGLang's HTTP server would. Does so in the middle of a prompt if told."""
+        while between_chunks and self.scheduler.chunked_req is None:
+            time.sleep(0.001)
+        self._send(
+            UpdateWeightFromDiskReqInput(
+                model_path=model, load_format="auto", weight_version=version, flush_cache=flush
+            )
+        )
+
+    def flush(self) -> None:
+        self._send(FlushCacheReqInput())
 
     def hold(self, on: bool) -> None:
         """Makes a finished READ look unfinished, until `hold` is turned off."""
