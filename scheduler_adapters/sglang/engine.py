@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_disagg, get_parallel
+from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 
 from kvcache.endpoints.addresses import in_endpoint
 from scheduler_adapters.sglang.pools import Caches, caches_of
@@ -48,6 +48,9 @@ def check_supported(queue: Any, args: KVArgs) -> None:
         f"the state {states[:1]}": bool(states),
         "a draft model with a cache of its own": queue.draft_token_to_kv_pool is not None,
         "--enable-pd-role-switch": queue.scheduler.server_args.enable_pd_role_switch,
+        "--enable-memory-saver, which takes the memory of the registered pool away": (
+            get_exec().features.enable_memory_saver
+        ),
         "HiSparse": getattr(queue.scheduler, "enable_hisparse", False),
         "SGLANG_DISAGG_STAGING_BUFFER": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
         "decode host buffers": disagg.disaggregation_decode_host_receive_threshold < 1,

@@ -183,7 +183,11 @@ def _record() -> ServedWeights:
     if not _served:
         from sglang.srt.runtime_context import get_serving  # noqa: PLC0415  (only processes with a scheduler need it)
 
-        _served.append(ServedWeights(get_serving().weight_version or UNNAMED))
+        try:
+            name = get_serving().weight_version
+        except ValueError:  # no server has been set up in this process
+            name = UNNAMED
+        _served.append(ServedWeights(name))
     return _served[0]
 
 

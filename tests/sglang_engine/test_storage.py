@@ -23,6 +23,14 @@ PAGE = 16
 Make = Callable[..., Any]
 
 
+@pytest.fixture(autouse=True)
+def fresh_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test begins with weights that nobody has changed."""
+    from scheduler_adapters.sglang import weights
+
+    monkeypatch.setattr(weights, "_served", [])
+
+
 class Server:
     """The host pool of one rank, its storage, and the parts of SGLang's controller that move pages between them."""
 
@@ -165,6 +173,59 @@ def test_other_weights_find_nothing(tmp_path: Path, tokens: list[int]) -> None:
     assert Server(tmp_path).load(hashes) == 0
     (tmp_path / "model/config.json").write_bytes(b"{}")
     assert Server(tmp_path).load(hashes) == 6
+
+
+def checkpoint(folder: Path, content: bytes) -> Path:
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(content)
+    return folder
+
+
+def change(checkpoint: Path | None) -> None:
+    """Records what SGLang's call records when it has loaded a checkpoint, or tensors from memory."""
+    from scheduler_adapters.sglang.weights import served_weights
+
+    served_weights().begin("test")
+    served_weights().end("test", "" if checkpoint is None else str(checkpoint))
+
+
+def test_files_of_earlier_weights_are_left_alone_while_the_server_runs(tmp_path: Path, tokens: list[int]) -> None:
+    first, second = checkpoint(tmp_path / "one", b"one"), checkpoint(tmp_path / "two", b"two")
+    change(first)
+    server = Server(tmp_path)
+    hashes = server.hashes(tokens)
+    assert server.save(hashes)
+    change(second)
+    assert server.load(hashes) == 0
+    assert server.files.batch_get(hashes) == [None] * 6
+    assert not server.save(hashes), "host memory has pages of the weights before until SGLang flushes its cache"
+    server.pool.clear()
+    assert server.load(hashes) == 0, "pages of the first checkpoint were found for the second"
+    assert server.save(hashes, seed=2)
+    assert server.load(hashes) == 6
+    assert server.holds(6, seed=2)
+    change(first)
+    server.pool.clear()
+    assert server.load(hashes) == 6
+    assert server.holds(6, seed=1), "a rollback finds the pages of its checkpoint"
+
+
+def test_weights_from_memory_have_no_files(tmp_path: Path, tokens: list[int]) -> None:
+    known = checkpoint(tmp_path / "one", b"one")
+    change(known)
+    server = Server(tmp_path)
+    hashes = server.hashes(tokens)
+    assert server.save(hashes)
+    change(None)
+    server.pool.clear()
+    assert server.load(hashes) == 0
+    assert not server.save(hashes)
+    late = Server(tmp_path)
+    assert late.load(hashes) == 0, "storage that is attached later does not know the weights either"
+    assert not late.save(hashes)
+    change(known)
+    late.pool.clear()
+    assert late.load(hashes) == 6
 
 
 def test_adapters_and_salts_have_pages_of_their_own(tmp_path: Path, tokens: list[int]) -> None:
