@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.interface import PauseState
 
 from scheduler_adapters import checkpoints
 from scheduler_adapters.checkpoints import digest_of_files
@@ -159,3 +160,21 @@ def test_an_adapter_with_other_files_at_the_other_side_is_refused_by_name(
         failed = not fits and policy == "fail"
         assert decode.tokens(f"d{number}") == ([] if failed else expected_tokens(prompt, 3, decode.shape))
         assert_empty(prefill, decode)
+
+
+def test_a_request_that_waits_for_blocks_while_the_weights_change_does_not_load_pages_of_before(
+    make: Make, tmp_path: Path, caplog: Any
+) -> None:
+    """The source has answered by then, so its pages were those of the reader's weights."""
+    prefill, decode = make("kv_producer", Shape(extra=EXTRA)), make("kv_consumer", Shape(extra=EXTRA))
+    params = prefilled(prefill, "p", PROMPT)
+    decode.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    decode.add("waits", PROMPT, 3, params)
+    (thread,) = decode.workers[0]._working.running.threads
+    run_until([prefill, decode], lambda: any(pull.pages for pull in [*thread.replica._pulls.values()]))
+    reload(decode, tmp_path)
+    decode.scheduler.set_pause_state(PauseState.UNPAUSED)
+    run_until([prefill, decode], lambda: decode.finish_reason("waits"))
+    assert decode.finish_reason("waits") == "error"
+    assert "holds pages of another model, because this engine's weights have changed: weights: " in caplog.text
+    assert_empty(prefill, decode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -171,6 +171,7 @@ class ReplicaPull:
         deadline: the time limit, on the replica's clock.
         pages: the source's answer to a `Wanted`. None before the answer arrives. Always None if the owner of the pull
             names the pages.
+        weights: the reader's weights with which these pages were compared.
         ask_at: when to ask the source again, on the replica's clock; inf if no query is due.
         waits_for: what was missing according to the source's last answer, and when an answer first reported anything
             missing.
@@ -187,6 +188,7 @@ class ReplicaPull:
     source: Source | Wanted
     deadline: float
     pages: LeasedPages | None = None
+    weights: Mapping[str, str] = field(default_factory=dict[str, str])
     ask_at: float = math.inf
     waits_for: tuple[str, float] = ("", math.inf)
     pause_s: float = FIRST_PAUSE_S

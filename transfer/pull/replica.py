@@ -26,7 +26,7 @@ from transfer.pull.lease import Lease, LeaseBook, LeaseRef
 from transfer.pull.pull_state import OwnKey, PullEvent, Reading, ReplicaPull
 from transfer.pull.rank import RankTransfer
 from transfer.pull.shared_pull import SharedPull, SharedPulls, SourcePages
-from transfer.pull.source import NO_WEIGHTS, Contact, Source, check_tokens, source_in
+from transfer.pull.source import NO_WEIGHTS, Contact, Source, check_tokens, check_weights, source_in
 from transfer.stats import TransferStats
 from transfer.wire.handshake import HandshakeClient
 from transfer.wire.messages import Answer, LeaseQuery, LeaseRefusal, LeaseReply, ReaderNote, Wanted
@@ -364,7 +364,7 @@ class ReplicaTransfer:
         except TransferError as error:
             self._give_back(key, error.failure)
             return
-        pull.source, pull.pages = source, pages
+        pull.source, pull.pages, pull.weights = source, pages, self.weights
         self._start(key, pull)
 
     def _waited(self, pull: ReplicaPull) -> str:
@@ -544,6 +544,7 @@ class ReplicaTransfer:
         self._refuse_moved(key)
         groups, last, tables = pull.waiting.popleft()
         if (named := pull.pages) is not None:
+            check_weights(f"request {key!r}", source.engine_id, pull.weights, self.weights)
             groups = with_blocks(f"request {key!r}", groups, named.block_ids, named.num_tokens)
         pull.reads[0].engine.check_tables(key, source.lease, tables)
         for rank, one in zip(self.ranks, pull.reads, strict=True):

@@ -95,3 +95,16 @@ def check_tokens(where: str, wanted: Wanted, pages: LeasedPages, weights: Mappin
             f"request's is {wanted.digest.hex()[:16]}",
             FailureKind.REFUSED,
         )
+
+
+def check_weights(where: str, engine_id: str, then: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raises `PullFailedError` if the reader's weights have changed since `check_tokens` compared them.
+
+    A request may wait for its blocks for long after the source has named the pages of its lease.
+    """
+    if differ := differences(then, now, ("when it was asked for", "now")):
+        raise PullFailedError(
+            f"{where}: engine {engine_id!r} holds pages of another model, because this engine's weights have changed: "
+            f"{differ}",
+            FailureKind.REFUSED,
+        )
