@@ -16,8 +16,8 @@ The ways:
 - `ours`: our connector. Requests name their `kv_sources`, and a decode server lends a quarter of its blocks. Sources
   may take 2 s to answer, because the steps of a CPU are long.
 - `theirs`: vLLM's NIXL connector as shipped, with `bidirectional_kv_xfer`. `theirs-ucx` is the same with the
-  environment variables of `transfer.nixl.settings`. Where no prefill server is, each server gets the former answer's
-  params as a prefill server would.
+  environment variables of `transfer.nixl.settings`. Equal servers get the former answer's params as a prefill server
+  would. A server that gave them itself gets none, because it fails to load from itself.
 - `plain`: no connector. In place of a pair, one server runs with two threads instead of one, and with a pool of twice
   the blocks. In `2 equal`, there are two servers as in the other ways.
 
@@ -276,7 +276,8 @@ class Fleet:
         server = self.servers[server_of(conversation, turn, len(self.servers))]
         more = {} if params is None else {"kv_transfer_params": params}
         if self.way.startswith("theirs"):
-            more["kv_transfer_params"] = for_a_reader(params)
+            is_here = bool(params) and params["remote_port"] == server.side
+            more["kv_transfer_params"] = for_a_reader(None if is_here else params)
         answer = ask(server.url, prompt, timeout=ANSWER_S, max_tokens=self.answer, **more)
         return answer, cached_of(answer)
 
