@@ -20,6 +20,8 @@ The ways:
   would. A server that gave them itself gets none, because it fails to load from itself.
 - `plain`: no connector. In place of a pair, one server runs with two threads instead of one, and with a pool of twice
   the blocks. In `2 equal`, there are two servers as in the other ways.
+- `plain-sticky`, only in `1 + 1`: two plain servers with one thread and one pool each. Every conversation stays at one,
+  as with a router that knows them, so each turn finds all that can be found.
 
 `found` is the number of prompt tokens that a turn did not compute, at the server that would compute them, and `pulled`
 those of them that came from the other server. Times are milliseconds until the first token: the time of the whole
@@ -63,6 +65,7 @@ from transfer.nixl.settings import effective_settings
 
 BLOCK, STEP = 32, 512  # tokens
 PAIR, EQUAL = SETTINGS = ("1 + 1", "2 equal")
+STICKY = "plain-sticky"
 GOALS = {"theirs": 0.5, "plain": 0.7}
 """The largest share of another way's time until the first token that ours should take."""
 ANSWER_S = 180.0
@@ -211,13 +214,12 @@ def running(servers: Sequence[Server]) -> Generator[Sequence[Server]]:
 
 def servers_of(way: str, setting: str, base: Settings, folder: Path, module: str = "") -> list[Server]:
     """Returns the servers of a way. `module` replaces the module of our connector."""
-    if way == "plain":
-        count = 1 if setting == PAIR else 2
-        doubled = replace(base, blocks=2 * base.blocks) if setting == PAIR else base
-        servers = [Server(replace(doubled, number=at), folder, f"plain-{count}-{at}") for at in range(count)]
-        if setting == PAIR:
-            servers[0].env |= {"OMP_NUM_THREADS": "2"}
-        return servers
+    if (way, setting) == ("plain", PAIR):
+        server = Server(replace(base, blocks=2 * base.blocks), folder, "plain-1")
+        server.env |= {"OMP_NUM_THREADS": "2"}
+        return [server]
+    if way.startswith("plain"):
+        return [Server(replace(base, number=at), folder, f"{way}-2-{at}") for at in range(2)]
     connector: Mapping[str, Any] = OURS | ({"kv_connector_module_path": module} if module else {})
     extra: list[dict[str, Any]] = [{"ask_timeout": _ASK_S}, {"ask_timeout": _ASK_S, "lend": 0.25}]
     if way != "ours":
@@ -255,14 +257,14 @@ class Fleet:
     @property
     def hands_over(self) -> bool:
         """Whether a prefill server computes what a decode server answers."""
-        return self.setting == PAIR and len(self.servers) > 1
+        return self.setting == PAIR and not self.way.startswith("plain")
 
     @property
     def no_source(self) -> dict[str, Any] | None:
         """The params of a turn that has no former one."""
         if self.way == "ours":
             return {"kv_sources": []}
-        return None if self.way == "plain" else {}
+        return None if self.way.startswith("plain") else {}
 
     def ask(self, conversation: int, turn: int, prompt: Sequence[int], params: Any) -> tuple[Answer, int]:
         """Asks for a turn. Returns its answer, and the prompt tokens that were not computed."""
@@ -273,7 +275,8 @@ class Fleet:
                 return first, 0
             answer = ask(decode.url, prompt, timeout=ANSWER_S, max_tokens=self.answer, kv_transfer_params=first.params)
             return answer, cached_of(first)
-        server = self.servers[server_of(conversation, turn, len(self.servers))]
+        drawn = conversation if self.way == STICKY else server_of(conversation, turn, len(self.servers))
+        server = self.servers[drawn % len(self.servers)]
         more = {} if params is None else {"kv_transfer_params": params}
         if self.way.startswith("theirs"):
             is_here = bool(params) and params["remote_port"] == server.side
@@ -421,7 +424,7 @@ def choices(base: Settings, folder: Path, scale: Scale) -> list[Row]:
             chosen, outcome = Heard(0.0, 0), ""
             for way in numbers.sample([CHOSEN, PULLED], 2):
                 first, second = pair(length, {"way": way})
-                came = "pulled" if second.cached else "computed"
+                came = "pulled" if second.cached else "computed" if way == CHOSEN else "not lent"
                 times["computed"].append(first.first_s)
                 times[came].append(second.first_s)
                 if way == CHOSEN:
@@ -444,7 +447,7 @@ def idle(way: str, base: Settings, folder: Path) -> Row:
         before = [processor_seconds(server) for server in servers]
         time.sleep(IDLE_S)
         shares = [(processor_seconds(one) - was) / IDLE_S for one, was in zip(servers, before, strict=True)]
-    names = ("prefill", "decode") if len(servers) > 1 else ("alone",)
+    names = ("prefill", "decode") if len(servers) > 1 else ("plain",)
     used = {f"idle CPU {name}": round(share, 3) for name, share in zip(names, shares, strict=True)}
     return {"way": way, "starts": STARTS, "ready s": round(statistics.median(ready_s), 1), **used}
 
@@ -452,7 +455,7 @@ def idle(way: str, base: Settings, folder: Path) -> Row:
 def main() -> int:
     """Runs what the options say, prints the tables, and writes them. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_conversations", description=__doc__)
-    parser.add_argument("--ways", default="ours,theirs,plain", help="with commas between; '' for none")
+    parser.add_argument("--ways", default=f"ours,theirs,plain,{STICKY}", help="with commas between; '' for none")
     parser.add_argument("--only", choices=SETTINGS, help="one setting")
     parser.add_argument("--conversations", type=int, help="how many run at the same time (24)")
     parser.add_argument("--turns", type=int, help="turns of each conversation (6)")
@@ -485,14 +488,15 @@ def main() -> int:
             turns = answered(base, folder, talks_of(scale), scale.answer)
             every: dict[tuple[str, str], list[Told]] = {}
             for setting in SETTINGS if chosen.only is None else [chosen.only]:
-                for way in ways:
+                for way in (way for way in ways if (way, setting) != (STICKY, EQUAL)):
                     rows, every[setting, way] = conversations(way, setting, base, folder, turns)
                     done("conversations", rows)
             done("ratios", ratios_of(every))
         if chosen.choices:
             done("choices", choices(base, folder, scale))
         if chosen.idle:
-            done("idle", [idle(way, base, folder) for way in ways or ("ours", "theirs", "plain")])
+            for way in ("ours", "theirs", "plain"):
+                done("idle", [idle(way, base, folder)])
     for name, rows in tables.items():
         print(f"\nvllm_conversations: {name}\n{table(rows)}", flush=True)
     return 0

@@ -61,11 +61,10 @@ def test_the_draw_of_a_server_does_not_follow_the_conversation() -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_way_gets_the_same_blocks_and_the_same_threads(setting: str, tmp_path: Path) -> None:
     totals: set[tuple[int, int]] = set()
-    for way in ("ours", "theirs", "theirs-ucx", "plain"):
+    for way in ("ours", "theirs", "theirs-ucx", "plain", "plain-sticky"):
         servers = servers_of(way, setting, BASE, tmp_path)
         blocks = sum(server.settings.blocks for server in servers)
         totals.add((blocks, sum(int(server.env["OMP_NUM_THREADS"]) for server in servers)))
-        assert all("--enable-per-request-metrics" not in server.settings.arguments for server in servers)
         more = servers_of(way, setting, replace(BASE, more=("--seen",)), tmp_path)
         assert all("--seen" in server.command for server in more)
     assert totals == {(200, 2)}
