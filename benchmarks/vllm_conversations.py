@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import json
 import random
 import statistics
@@ -46,7 +47,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -452,6 +453,29 @@ def idle(way: str, base: Settings, folder: Path) -> Row:
     return {"way": way, "starts": STARTS, "ready s": round(statistics.median(ready_s), 1), **used}
 
 
+def parts(chosen: argparse.Namespace, scale: Scale, folder: Path) -> Iterator[tuple[str, list[Row]]]:
+    """Runs what the options say. Yields a table's name and some of its rows, as soon as there are some."""
+    base, ways = base_of(folder, scale), [way for way in chosen.ways.split(",") if way]
+    settings = SETTINGS if chosen.only is None else (chosen.only,)
+    if ways:
+        turns = answered(base, folder, talks_of(scale), scale.answer)
+        every: dict[tuple[str, str], list[Told]] = {}
+        for setting, way in itertools.product(settings, ways):
+            if (setting, way) == (EQUAL, STICKY):
+                continue
+            try:
+                rows, every[setting, way] = conversations(way, setting, base, folder, turns)
+                yield "conversations", rows
+            except RuntimeError as error:  # a server did not start: the other ways run all the same
+                progress(str(error))
+        yield "ratios", ratios_of(every)
+    if chosen.choices:
+        yield "choices", choices(base, folder, scale)
+    if chosen.idle:
+        for way in ("ours", "theirs", "plain"):
+            yield "idle", [idle(way, base, folder)]
+
+
 def main() -> int:
     """Runs what the options say, prints the tables, and writes them. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_conversations", description=__doc__)
@@ -471,32 +495,14 @@ def main() -> int:
     scale = QUICK if chosen.quick else FULL
     given = {name: getattr(chosen, name) for name in ("conversations", "turns", "blocks")}
     scale = scale._replace(**{name: value for name, value in given.items() if value})
+    command = " ".join(["python -m benchmarks.vllm_conversations", *map(_quoted, sys.argv[1:])])
     tables: dict[str, list[Row]] = {}
-
-    def done(name: str, rows: Sequence[Row]) -> None:
-        """Keeps rows, and writes all rows so far."""
-        tables[name] = [*tables.get(name, []), *rows]
-        if chosen.json:
-            command = " ".join(["python -m benchmarks.vllm_conversations", *map(_quoted, sys.argv[1:])])
-            every = [row for some in tables.values() for row in some]
-            write(chosen.json, {**header(command, _STATISTICS), "rows": every})
-
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        base, ways = base_of(folder, scale), [way for way in chosen.ways.split(",") if way]
-        if ways:
-            turns = answered(base, folder, talks_of(scale), scale.answer)
-            every: dict[tuple[str, str], list[Told]] = {}
-            for setting in SETTINGS if chosen.only is None else [chosen.only]:
-                for way in (way for way in ways if (way, setting) != (STICKY, EQUAL)):
-                    rows, every[setting, way] = conversations(way, setting, base, folder, turns)
-                    done("conversations", rows)
-            done("ratios", ratios_of(every))
-        if chosen.choices:
-            done("choices", choices(base, folder, scale))
-        if chosen.idle:
-            for way in ("ours", "theirs", "plain"):
-                done("idle", [idle(way, base, folder)])
+    with tempfile.TemporaryDirectory() as folder:
+        for name, rows in parts(chosen, scale, Path(folder)):
+            tables[name] = [*tables.get(name, []), *rows]
+            if chosen.json:  # the results so far
+                every = [row for some in tables.values() for row in some]
+                write(chosen.json, {**header(command, _STATISTICS), "rows": every})
     for name, rows in tables.items():
         print(f"\nvllm_conversations: {name}\n{table(rows)}", flush=True)
     return 0
