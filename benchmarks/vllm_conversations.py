@@ -307,7 +307,11 @@ class Fleet:
         """The prompt tokens that the servers have pulled so far, without those that prefill hands to decode."""
         pulls = self.servers[:1] if self.hands_over else self.servers
         name = _PULLED if self.way == "ours" else _LOADED
-        return sum(int(server.metrics().get(name, 0)) for server in pulls)
+        count = 0
+        for server in pulls:
+            with suppress(*_BROKEN):  # a server that has ended tells nothing
+                count += int(server.metrics().get(name, 0))
+        return count
 
     def held(self) -> int:
         """The blocks that are held."""
