@@ -98,7 +98,7 @@ FEATURES = (
     ),
     Feature(
         "`weight_version`",
-        "works in 0.33: weights with the same name match",
+        "works in 0.32 and 0.33: weights with the same name match",
         ("vllm_engine/test_peer_blocks.py::test_weights_with_the_same_name_are_the_same",),
     ),
     Feature(

@@ -33,7 +33,7 @@ from scheduler_adapters.vllm.resets import watch_resets
 from scheduler_adapters.vllm.samples import FirstSample, SharedLeases, SharedLoads, is_later_prompt
 from scheduler_adapters.vllm.sources import next_sources
 from scheduler_adapters.vllm.versions import IS_TRIED, OURS, TRIED, VLLM
-from scheduler_adapters.vllm.weights import VersionWatch, named_adapter
+from scheduler_adapters.vllm.weights import CHANGES, VersionWatch, named_adapter
 from transfer.connector.config import GroupConfig
 from transfer.connector.metadata import Progress
 from transfer.connector.scheduler import NixlConnectorScheduler
@@ -95,7 +95,7 @@ class SchedulerSide:
         self._refused: set[str] = set()  # requests that cannot be loaded, and have not got their blocks from vLLM yet
         self._next = StepMetadata()
         self._resets, self._stepped = 0, -1  # how often the prefix cache was reset: so far, and before the last step
-        self._version, self._versions = "", VersionWatch(self._on_version)
+        self._version, self._versions = "", VersionWatch(self._on_version, self._on_call)
         self._counts = Counter[str]()  # counts since the last `take_counts`
         # spans of traced requests that read from a source, until their load has ended
         self._spans: dict[str, HandoverSpan] = {}
@@ -114,9 +114,15 @@ class SchedulerSide:
 
     def _on_version(self, name: str) -> None:
         """Handles the name that the user has given to the current weights."""
+        self._next.version = name  # even if it is the last name, because the weights may have changed in between
         if name != self._version:
-            self._version = self._next.version = name
+            self._version = name
             self._on_new_weights(self._stepped)
+
+    def _on_call(self, method: object) -> None:
+        """Handles a call of the workers' methods. A name that they have not got yet is not that of changed weights."""
+        if method in CHANGES:
+            self._next.version = ""
 
     def _on_new_weights(self, last: int) -> None:
         """Handles new weights. `last` says how often the cache had been reset before the last step with the old ones.

@@ -12,7 +12,6 @@ import hashlib
 import mmap
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from transfer.errors import InvalidEngineError
 _FOLDER = Path("/dev/shm")  # noqa: S108  (the file is private: mode 0600, and refused if it exists)
 _HEADER = mmap.PAGESIZE
 _DIGEST_BYTES = 16
+_OF_FORMAT, _OF_WEIGHTS = slice(24, 24 + _DIGEST_BYTES), slice(40, 40 + _DIGEST_BYTES)
 
 
 def slots_path(engine_id: str, rank: int) -> Path:
@@ -42,13 +42,13 @@ class SharedSlots:
         self._mapping = mmap.mmap(file, 0)
         self._words = np.frombuffer(self._mapping, np.uint64, 3)
         self.num_slots, size = (int(word) for word in self._words[:2])
-        self.digest = bytes(self._mapping[24 : 24 + _DIGEST_BYTES])
+        self.digest = bytes(self._mapping[_OF_FORMAT])
         content = np.frombuffer(self._mapping, np.uint8, (self.num_slots + 1) * size, _HEADER)
         self.memory: torch.Tensor = torch.as_tensor(content.reshape(-1, size))
 
     @classmethod
-    def create(cls, path: Path, num_slots: int, slot_bytes: int, described: Any) -> SharedSlots:
-        """Creates the slots of a rank. `described` is text that identifies what the rank writes.
+    def create(cls, path: Path, num_slots: int, slot_bytes: int, described: str, weights: bytes = b"") -> SharedSlots:
+        """Creates the slots of a rank. `described` is text that identifies what the rank writes, `weights` its weights.
 
         Raises:
             InvalidEngineError: the host has too little shared memory.
@@ -59,7 +59,8 @@ class SharedSlots:
         try:
             os.posix_fallocate(file, 0, size)  # without it, memory that is not there kills the process at first use
             digest = hashlib.sha256(described.encode()).digest()[:_DIGEST_BYTES]
-            os.pwrite(file, np.array([num_slots, slot_bytes, 0], np.uint64).tobytes() + digest, 0)
+            words = np.array([num_slots, slot_bytes, 0], np.uint64).tobytes()
+            os.pwrite(file, words + digest + weights.ljust(_DIGEST_BYTES, b"\0"), 0)
             return cls(file)
         except OSError as error:
             path.unlink(missing_ok=True)
@@ -94,6 +95,13 @@ class SharedSlots:
         """How often the worker's weights were replaced since its start."""
         return int(self._words[2])
 
-    def count_change(self) -> None:
-        """Records that the worker's weights were replaced, so that what is in the slots is out of date."""
+    @property
+    def weights(self) -> bytes:
+        """The digest of the checkpoint that the worker's weights were read from last. Empty if that is not known."""
+        found = bytes(self._mapping[_OF_WEIGHTS])
+        return found if any(found) else b""
+
+    def count_change(self, weights: bytes = b"") -> None:
+        """Records that the worker's weights were replaced. `weights` is as in the attribute of this name."""
+        self._mapping[_OF_WEIGHTS] = weights.ljust(_DIGEST_BYTES, b"\0")
         self._words[2] += np.uint64(1)

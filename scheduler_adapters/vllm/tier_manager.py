@@ -10,7 +10,6 @@ time. A page that is gone, damaged or too late is a miss, and its tokens are com
 from __future__ import annotations
 
 import hashlib
-import logging
 import threading
 import time
 from collections import defaultdict
@@ -25,12 +24,15 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadingManager, PrepareStor
 from kvcache.errors import InvariantError
 from kvcache.pool.index import NO_PAGE
 from kvcache.tiers.host_tier import HostTier
+from scheduler_adapters.vllm.tier_version import TierVersion
 from scheduler_adapters.vllm.tier_worker import SlotsSpec
 from scheduler_adapters.vllm.weights import VersionWatch
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, ReqContext, ScheduleEndContext
 
+    from kvcache.tiers.host_tier import LowerTier
     from scheduler_adapters.vllm.shared_slots import SharedSlots
 
 DIGEST_WORDS = 4
@@ -49,8 +51,6 @@ COUNTED = {
 """The counters, with their documentation in vLLM's metrics."""
 _TICK_S = 0.1
 _ONE = np.ones((1, 1), np.bool_)
-
-logger = logging.getLogger("pagewire.vllm")
 
 
 @dataclass(eq=False, slots=True)
@@ -88,16 +88,17 @@ class TierManager(OffloadingManager):
     def __init__(
         self, host: HostTier, shared: Sequence[SharedSlots], wait_s: float, sources: tuple[Any, Any] | None
     ) -> None:
-        self._host, self._shared, self._wait_s, self._sources = host, shared, wait_s, sources
+        self._host, self._wait_s, self._sources = host, wait_s, sources
         self._lock = threading.Lock()
         self._requests: dict[str, _Lookups] = {}
         self._pinned = 0
-        # The slot of each block that workers are writing, and the number of changes of the weights by then.
+        # The slot of each block that workers are writing, and the number of the version by then.
         self._storing: dict[OffloadKey, tuple[int, int]] = {}
         self._loading: defaultdict[OffloadKey, list[int]] = defaultdict(list)
         self._retired: list[int] = []  # slots that workers may still use after a reset
-        self._changes = self._names = 0
-        self._versions = VersionWatch(self.named)
+        self._version = TierVersion(shared)
+        self._is_reset = False  # whether all blocks are to be forgotten, unless the weights change before the next step
+        self._versions = VersionWatch(self.named, self.called)
         self.counts: dict[str, int] = {"host_blocks_stored": 0, "host_blocks_loaded": 0}
         self._reported: dict[str, int] = {}
         self._stop = threading.Event()
@@ -108,6 +109,11 @@ class TierManager(OffloadingManager):
     def lock(self) -> threading.Lock:
         """Guards the slots and the tiers below."""
         return self._lock
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Sets vLLM's block manager."""
+        with self._lock:
+            self._version.bind(manager)
 
     # ---- loads
 
@@ -128,8 +134,8 @@ class TierManager(OffloadingManager):
             return LookupResult.HIT
         if key in self._storing:
             return LookupResult.HIT_PENDING
-        digest = _digests([key])[None]
-        if key in request.absent or not any(one.has_of(digest, _ONE, perhaps=True).any() for one in self._host.lower):
+        digest = self._digests([key])[None]
+        if key in request.absent or not any(one.has_of(digest, _ONE, perhaps=True).any() for one in self._lower):
             return LookupResult.MISS
         request.wanted.append(key)
         return LookupResult.RETRY
@@ -160,15 +166,15 @@ class TierManager(OffloadingManager):
             if not self._loading[key]:
                 del self._loading[key]
         self.counts["host_blocks_loaded"] += len(ordered)
-        for lower in self._host.lower:
-            lower.used(_digests(ordered))
+        for lower in self._lower:
+            lower.used(self._digests(ordered))
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Marks blocks as just used. Those that have left their files, say because of damage, are written again."""
-        digests = _digests(_in_order(keys, req_context))
+        digests = self._digests(_in_order(keys, req_context))
         slots = self._host.pool.index.find(digests)
         self._host.touch(slots)
-        for lower in self._host.lower if slots.any() else ():
+        for lower in self._lower if slots.any() else ():
             lower.used(digests[slots != NO_PAGE])
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -186,7 +192,7 @@ class TierManager(OffloadingManager):
         new = [key for key, slot in known.items() if slot == NO_PAGE and key not in self._storing]
         new = new[: self._host.pool.free_count]
         slots = self._host.pool.allocate(len(new))
-        self._storing.update(zip(new, ((slot, self._changes) for slot in slots.tolist()), strict=True))
+        self._storing.update(zip(new, ((slot, self._version.number) for slot in slots.tolist()), strict=True))
         return PrepareStoreOutput(keys_to_store=new, store_spec=SlotsSpec(slots), evicted_keys=[])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
@@ -195,12 +201,12 @@ class TierManager(OffloadingManager):
         ordered = _in_order(keys, req_context)
         written = [self._storing.pop(key) for key in ordered]
         slots = np.array([slot for slot, _ in written], np.int32)
-        right = np.array([success and changes == self._changes for _, changes in written], np.bool_)
-        digests = _digests(ordered)[right]
+        right = np.array([success and number == self._version.number for _, number in written], np.bool_)
+        digests = self._digests(ordered)[right]
         self._host.pool.index.publish(slots[right], digests)
         self._host.pool.release(slots)
         self.counts["host_blocks_stored"] += len(digests)
-        for lower in self._host.lower if len(digests) else ():
+        for lower in self._lower if len(digests) else ():
             lower.offer(digests)
 
     # ---- the tiers below
@@ -220,9 +226,9 @@ class TierManager(OffloadingManager):
 
     def _bring(self, keys: Sequence[OffloadKey]) -> bool:
         """Asks for blocks below, and begins to read them. Returns whether it is worth waiting for some of them."""
-        digests, waits = _digests(keys)[None], False
+        digests, waits = self._digests(keys)[None], False
         left = self._host.pool.index.find(digests[0])[None] == NO_PAGE
-        for lower in self._host.lower:
+        for lower in self._lower:
             waits |= lower.ask(digests, lower.has_of(digests, left, perhaps=True))
             there = lower.has_of(digests, left, perhaps=False)
             if there.any():
@@ -240,14 +246,23 @@ class TierManager(OffloadingManager):
     # ---- resets
 
     def reset_cache(self) -> None:
-        """Forgets every block, in slots, files and objects."""
+        """Forgets every block, in slots, files and objects, as soon as a request asks for one.
+
+        vLLM's pause also calls this, before the weights are changed. If they are by then, all blocks stay under the
+        names of their versions.
+        """
         self._retired += [slot for slot, _ in self._storing.values()]
         self._retired += [slot for slots in self._loading.values() for slot in slots]
         self._storing.clear()
         self._loading.clear()
+        self._unpin_all()
+        self._is_reset = True
+
+    def _reset_now(self) -> None:
+        self._is_reset = False
         for lower in self._host.lower:
             lower.reset()
-        self._forget()
+        self._host.pool.forget()
 
     def on_reset_flushed(self) -> None:
         """Frees the slots that workers used at the last reset."""
@@ -255,38 +270,43 @@ class TierManager(OffloadingManager):
         self._host.pool.release_each(np.array(retired, np.int32))
 
     def named(self, version: str) -> None:
-        """Handles the name that the user has given to the weights. It may be all that is told of new weights."""
-        del version
+        """Handles the name that the user has given to the weights."""
         with self._lock:
-            self._names += 1
+            if self._version.named(version):
+                self._renamed()
+
+    def called(self, method: object) -> None:
+        """Handles the end of a call of the workers' methods, which may have changed their weights."""
+        del method
+        with self._lock:
+            if self._version.follow():
+                self._renamed()
 
     def _follow_weights(self) -> None:
-        """Forgets every block if a worker has replaced its weights, or the user has named them.
+        """Looks, before blocks are found or stored, which weights they are of."""
+        if self._version.follow():
+            self._renamed()
+        elif self._is_reset:
+            self._reset_now()
 
-        From then on, blocks only go to slots: files and objects belong to the weights of the engine's start. They could
-        have the version in their names, but vLLM does not tell when its own cache holds no block of earlier weights.
-        """
-        if (changes := sum(rank.changes for rank in self._shared) + self._names) == self._changes:
-            return
-        self._changes = changes
-        if self._host.lower:
-            logger.warning(
-                "the weights were replaced: this engine neither reads nor writes its files and objects any more"
-            )
-        self._close_lower()
-        self._forget()
+    def _renamed(self) -> None:
+        self._is_reset = False
+        self._unpin_all()
 
-    def _forget(self) -> None:
+    def _unpin_all(self) -> None:
+        """Lets all requests look again."""
         for request in self._requests.values():
             self._unpin(request)
             request.absent.clear()
-        self._host.pool.forget()
+            request.wanted.clear()
 
     def shutdown(self) -> None:
         """Writes what waits to be written, and stops all threads."""
         self._stop.set()
         self._ticker.join()
         with self._lock:
+            if self._is_reset:
+                self._reset_now()
             self._close_lower()
 
     def _close_lower(self) -> None:
@@ -313,8 +333,22 @@ class TierManager(OffloadingManager):
             self._pinned -= len(request.pins)
             request.pins.clear()
 
+    @property
+    def _lower(self) -> list[LowerTier]:
+        """Files and objects, if they can have blocks of the current weights."""
+        return self._host.lower if self._version.is_known else []
+
     def _slots(self, keys: Iterable[OffloadKey]) -> Any:
-        return self._host.pool.index.find(_digests(keys))
+        return self._host.pool.index.find(self._digests(keys))
+
+    def _digests(self, keys: Iterable[OffloadKey]) -> Any:
+        """Returns the digests of blocks of the current version, uint64 `[blocks, DIGEST_WORDS]`.
+
+        vLLM's key has a block's hash and its group. How long the hash is depends on vLLM's hash function.
+        """
+        salt = self._version.salt
+        joined = b"".join(hashlib.sha256(key + salt).digest() for key in keys)
+        return np.frombuffer(joined, np.uint64).reshape(-1, DIGEST_WORDS)
 
     def check(self) -> None:
         """Counts the holders of all slots again. Raises `InvariantError` at the first difference."""
@@ -333,15 +367,6 @@ class TierManager(OffloadingManager):
 def metric_of(name: str) -> str:
     """Returns the name of a counter in vLLM's metrics."""
     return f"vllm:pagewire_{name}"
-
-
-def _digests(keys: Iterable[OffloadKey]) -> Any:
-    """Returns the digests of blocks, uint64 `[blocks, DIGEST_WORDS]`.
-
-    vLLM's key has a block's hash and its group. How long the hash is depends on vLLM's hash function.
-    """
-    joined = b"".join(hashlib.sha256(key).digest() for key in keys)
-    return np.frombuffer(joined, np.uint64).reshape(-1, DIGEST_WORDS)
 
 
 def _in_order(keys: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:

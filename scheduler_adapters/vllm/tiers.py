@@ -8,13 +8,15 @@ it. In contrast to vLLM's own spec, it also serves CPUs:
         "host_kvcache_swap_space_gb": 8, "file_tier_dir": "/var/kv", "file_tier_max_gb": 200,
         "file_tier_key": "MODEL and its weights"}}'
 
-A block is named by its group of layers and by vLLM's hash, which covers its tokens, salt, adapter and images. Files and
-objects belong to a namespace: the key, the checkpoint, the model's config, the version of vLLM, and for each rank and
-each layer the attention backend and what a block holds. If one of these differs, nothing is found.
+A block is named by its group of layers, the version of the weights, and vLLM's hash, which covers its tokens, salt,
+adapter and images. Files and objects belong to a namespace: the key, the checkpoint of the engine's start, the model's
+config, the version of vLLM, and for each rank and each layer the attention backend and what a block holds. If one of
+these differs, nothing is found.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -143,12 +145,16 @@ class PagewireTiers(OffloadingSpec):
                     f"{parallel.world_size} ranks needs three slots of {size} bytes"
                 )
             path = slots_path(self.config.engine_id, parallel.rank)
-            self._slots = SharedSlots.create(path, num_slots, size, self._described(config, kv_caches))
+            weights = bytes.fromhex(digest_of_checkpoint(config.model_config.model))
+            self._slots = SharedSlots.create(path, num_slots, size, self._described(config, kv_caches), weights)
             if any(tensor.tensor.is_cuda for tensor in kv_caches.tensors):
                 pin_rows(self._slots.memory, self._slots)
-            self._weights = WeightsWatch(lambda _: self._slots.count_change())
+            self._weights = WeightsWatch(self._on_weights)
             self._worker = TierWorker(kv_caches, self._slots.memory)
         return self._worker
+
+    def _on_weights(self, _: Mapping[str, str]) -> None:
+        self._slots.count_change(bytes.fromhex(self._weights.weights.checkpoint))
 
     def _described(self, config: VllmConfig, kv_caches: CanonicalKVCaches) -> str:
         """Returns text that differs if a block of this rank means something else."""
@@ -193,6 +199,7 @@ class PagewireTiers(OffloadingSpec):
             )
             wait_s = 1.0 + 2 * self._options.object_tier_timeout_s
             self._manager = TierManager(host, shared, wait_s, _sources())
+            _bind_managers()
         return self._manager
 
     def _add_tiers(self, host: HostTier, namespace: bytes) -> None:
@@ -208,6 +215,26 @@ class PagewireTiers(OffloadingSpec):
             io = NixlObjects(store.bucket, store.endpoint, store.prefix, store.settings)
             # Each block is an object of its own: vLLM looks up single blocks.
             host.lower.append(ObjectTier(ObjectFormat(layout, 1), host, io, options.object_tier_timeout_s, apart=True))
+
+
+def _bind_managers() -> None:
+    """Makes vLLM's offloading connector give its block manager to ours, which it keeps to itself."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (  # noqa: PLC0415  (it imports this)
+        OffloadingConnector,
+    )
+
+    method: Any = OffloadingConnector.bind_kv_cache_manager
+    if hasattr(method, "__wrapped__"):
+        return
+
+    @functools.wraps(method)
+    def bind(connector: Any, kv_cache_manager: Any) -> None:
+        method(connector, kv_cache_manager)
+        if isinstance(ours := connector.connector_scheduler.manager, TierManager):
+            ours.bind(kv_cache_manager)
+
+    given: Any = OffloadingConnector
+    given.bind_kv_cache_manager = bind
 
 
 def _sources() -> tuple[Any, Any] | None:

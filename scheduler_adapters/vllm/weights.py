@@ -7,6 +7,7 @@ one name can have other weights at the two sides. Each hand-over therefore also 
 from __future__ import annotations
 
 import functools
+import secrets
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -56,16 +57,23 @@ class LoadedWeights:
     """Identifies the weights of a worker after vLLM has reloaded or updated them.
 
     Attributes:
-        named: empty until then. All ranks have the same names and values.
+        named: empty until then. All ranks have the same names and values, except while a change goes on.
+        checkpoint: the digest of the checkpoint that all weights were read from; empty at the start and for others.
     """
 
     def __init__(self) -> None:
         self.named: dict[str, str] = {}
+        self.checkpoint = ""
         self._loaded, self._updates = "as at the start", 0
+
+    def changing(self) -> None:
+        """Records that a change has begun. Until it has succeeded, the weights are equal to no others."""
+        self.checkpoint = ""
+        self.named = {"weights": f"of a change that has not ended or has failed ({secrets.token_hex(8)})"}
 
     def reloaded(self, path: str) -> None:
         """Records that all weights were read from a checkpoint."""
-        found = digest_of_checkpoint(path)
+        found = self.checkpoint = digest_of_checkpoint(path)
         self._loaded, self._updates = f"checkpoint {found}" if found else f"reloaded from {path}", 0
         self._name()
 
@@ -76,6 +84,7 @@ class LoadedWeights:
 
     def updated(self) -> None:
         """Records that weights came from memory, so that only the number of updates can be compared."""
+        self.checkpoint = ""
         self._updates += 1
         self._name()
 
@@ -103,6 +112,11 @@ class WeightsWatch:
         _wrap_worker()
         _watching.add(self)
 
+    def on_change(self) -> None:
+        """Called before the worker's method, or after the one that only begins an update."""
+        self.weights.changing()
+        self._changed(self.weights.named)
+
     def on_reload(self, path: str, *, from_memory: bool) -> None:
         """Called after the worker's method."""
         if from_memory:
@@ -112,17 +126,38 @@ class WeightsWatch:
         self._changed(self.weights.named)
 
 
+_ENDS = ("reload_weights", "finish_weight_update")
+_BEGINNINGS = ("start_weight_update", "start_draft_weight_update")
+CHANGES = frozenset({*_ENDS, *_BEGINNINGS})
+"""The methods of vLLM's worker that change its weights."""
+
+
 def _wrap_worker() -> None:
     from vllm.v1.worker.gpu_worker import Worker  # noqa: PLC0415  (the workers of all devices inherit it)
 
-    for name in {"reload_weights", "finish_weight_update"} - _wrapped:
-        setattr(Worker, name, _told(getattr(Worker, name), always_from_memory=name == "finish_weight_update"))
-        _wrapped.add(name)
+    for name in CHANGES - _wrapped:
+        if (method := getattr(Worker, name, None)) is not None:
+            told = _begun(method) if name in _BEGINNINGS else _told(method, always_from_memory=name != _ENDS[0])
+            setattr(Worker, name, told)
+            _wrapped.add(name)
+
+
+def _begun(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(worker: Any, *args: Any, **options: Any) -> Any:
+        found = method(worker, *args, **options)  # if it raises, no update has begun
+        for watch in list(_watching):
+            watch.on_change()
+        return found
+
+    return run
 
 
 def _told(method: Callable[..., Any], *, always_from_memory: bool) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(worker: Any, *args: Any, **options: Any) -> Any:
+        for watch in list(_watching) if not always_from_memory else ():
+            watch.on_change()  # if it raises, some of the weights may be new
         found = method(worker, *args, **options)
         given = args[0] if args else options.get("weights_iterator")
         from_memory = always_from_memory or given is not None
@@ -139,15 +174,16 @@ _versioned: weakref.WeakSet[VersionWatch] = weakref.WeakSet()
 class VersionWatch:
     """Calls a function when the user names the weights of an engine of this process.
 
-    vLLM 0.33 does so in `finish_weight_update(weight_version=)` and `update_weight_version`, and tells its engine but
-    no connector. The engine's method is therefore wrapped, once in a process. Older versions have no names.
+    vLLM does so in `finish_weight_update(weight_version=)` and `update_weight_version`, and tells its engine but no
+    connector. The engine's methods are therefore wrapped, once in a process. Versions before 0.32 may have no names.
 
     Args:
         named: gets the name. It runs on the engine's thread.
+        called: gets the name of each method of the workers that the user has called, after the call.
     """
 
-    def __init__(self, named: Callable[[str], object]) -> None:
-        self.named = named
+    def __init__(self, named: Callable[[str], object], called: Callable[[object], object]) -> None:
+        self.named, self.called = named, called
         _wrap_engine()
         _versioned.add(self)
 
@@ -155,10 +191,14 @@ class VersionWatch:
 def _wrap_engine() -> None:
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415  (imported by every process with an engine anyway)
 
-    method: Any = getattr(EngineCore, "set_weight_version", None)
-    if method is None or "set_weight_version" in _wrapped:
-        return
+    for name, tell in (("set_weight_version", _tell_name), ("collective_rpc", _tell_call)):
+        method: Any = getattr(EngineCore, name, None)
+        if method is not None and name not in _wrapped:
+            setattr(EngineCore, name, tell(method))
+            _wrapped.add(name)
 
+
+def _tell_name(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(engine: Any, weight_version: str) -> Any:
         found = method(engine, weight_version)
@@ -166,5 +206,16 @@ def _wrap_engine() -> None:
             watch.named(weight_version)
         return found
 
-    setattr(EngineCore, method.__name__, run)
-    _wrapped.add(method.__name__)
+    return run
+
+
+def _tell_call(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(engine: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return method(engine, *args, **options)
+        finally:
+            for watch in list(_versioned):
+                watch.called(args[0] if args else options.get("method"))
+
+    return run

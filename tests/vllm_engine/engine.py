@@ -250,9 +250,11 @@ def _mixer(layer: int) -> str:
     return f"model.layers.{100 + layer}.mixer"
 
 
-def contents(tokens: torch.Tensor, positions: torch.Tensor, layer: int, heads: Sequence[int]) -> torch.Tensor:
+def contents(
+    tokens: torch.Tensor, positions: torch.Tensor, layer: int, heads: Sequence[int], weights: int = 0
+) -> torch.Tensor:
     """Returns the keys and values of some tokens: `[tokens, heads, 2 * HEAD_DIM]`, all of them small integers."""
-    first = (tokens * 31 + positions * 7 + layer * 3)[:, None] + torch.tensor(list(heads)) * 5
+    first = (tokens * 31 + positions * 7 + layer * 3 + weights * 17)[:, None] + torch.tensor(list(heads)) * 5
     return ((first % 251)[:, :, None] + torch.arange(2 * HEAD_DIM) % 3).to(torch.float16)
 
 
@@ -262,8 +264,8 @@ def look(cache: torch.Tensor, positions: torch.Tensor) -> int:
     return int((cache.long() * weights).sum((1, 2)) @ (positions % 13 + 1))
 
 
-def expected_tokens(prompt: Sequence[int], count: int, shape: Shape) -> list[int]:
-    """Returns the model's output without a cache."""
+def expected_tokens(prompt: Sequence[int], count: int, shape: Shape, weights: int = 0) -> list[int]:
+    """Returns the model's output without a cache. `weights` is the version of its weights."""
     tokens = list(prompt)
     states = [] if shape.states is None else [shape.states.zeros() for _ in range(LAYERS)]
     places, owned = ([], []) if shape.states is None else (shape.states.places(1, 0), shape.states.owned(1, 0))
@@ -279,7 +281,7 @@ def expected_tokens(prompt: Sequence[int], count: int, shape: Shape) -> list[int
             positions = torch.arange(max(0, len(tokens) - window) if window else 0, len(tokens))
             for index in range(LAYERS):
                 layer = group + index * len(shape.windows)
-                seen = contents(torch.tensor(tokens)[positions], positions, layer, range(shape.heads))
+                seen = contents(torch.tensor(tokens)[positions], positions, layer, range(shape.heads), weights)
                 total += look(seen, positions)
         tokens.append(_FIRST + total % _TOKENS)
     return tokens[len(prompt) :]
@@ -292,6 +294,7 @@ class Engine:
 
     def __init__(self, folder: Path, role: str, shape: Shape, engine_id: str) -> None:
         self.shape = shape
+        self.weights = 0  # the version of the model's weights, which a test may change between steps
         self._kernel = Kernel(in_columns=shape.backend.get_name() == "CPU_ATTN")
         model, start = model_dir(folder, shape.heads), secrets.token_hex(3)
         config, caches = make_config(model, role, engine_id, shape, 0, start), make_cache_config(shape)
@@ -441,7 +444,7 @@ class Engine:
                     layer = group + index * len(self.shape.windows)
                     cache = caches[f"model.layers.{layer}.self_attn.attn"]
                     written = torch.arange(end - count, end)
-                    kept = contents(tokens[written], written, layer, heads)
+                    kept = contents(tokens[written], written, layer, heads, self.weights)
                     slots = table[written // size] * size + written % size
                     self._kernel.do_kv_cache_update(None, kept[..., :HEAD_DIM], kept[..., HEAD_DIM:], cache, slots)
                     if is_last:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -350,38 +351,170 @@ def test_a_reset_forgets_every_block(make: Make, tmp_path: Path, below: bool) ->
         assert computed(engine, "three") == 93 - 80 + 2
 
 
-@pytest.mark.parametrize("are_named", [False, True])
-def test_replaced_weights_leave_slots_and_files(make: Make, tmp_path: Path, are_named: bool) -> None:
-    """A trainer may replace weights by its own calls, of which only the name is told."""
-    shape = shape_of(tmp_path / "kv", blocks=12)
+class Core:
+    """vLLM's own engine as far as it changes the weights of its workers. Its real methods run, over our workers."""
+
+    def __init__(self, engine: Engine, checkpoints: Path) -> None:
+        self._engine, self._checkpoints = engine, checkpoints
+        self._core: Any = object.__new__(EngineCore)
+        self._core.model_executor = SimpleNamespace(collective_rpc=self._run)
+
+    def _run(self, method: str, *_: Any) -> list[None]:
+        for worker in self._engine.workers:
+            watch = worker.connector_worker.spec._weights
+            if method == "start_weight_update":
+                watch.on_change()
+            else:
+                path = self._checkpoints / str(self._engine.weights) / "model.safetensors"
+                watch.on_reload(str(path), from_memory=method == "finish_weight_update")
+        return []
+
+    def change(self, version: int, how: str, *, pauses: bool = True) -> None:
+        """Gives the engine other weights, in vLLM's order: its pause empties the caches before they change."""
+        if pauses:
+            assert self._engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        self._engine.weights = version
+        if how == "checkpoint":
+            self._core.collective_rpc("reload_weights")
+            return
+        self._core.collective_rpc("start_weight_update")
+        self._core.collective_rpc("finish_weight_update")
+        if how == "named":
+            self._core.set_weight_version(f"step {version}")
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with a checkpoint of each version. The engines of eight heads start from version 0."""
+    model = Path(engines.model_dir(tmp_path_factory.getbasetemp(), 8))
+    for version in range(3):
+        (folder := tmp_path / "checkpoints" / str(version)).mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"weights %d" % version)
+    shutil.copy(tmp_path / "checkpoints" / "0" / "model.safetensors", model)
+    return tmp_path / "checkpoints"
+
+
+def right(engine: Engine, request_id: str, prompt: list[int] = PROMPT) -> int:
+    """Checks an answer. Returns how many tokens the engine has computed for it."""
+    assert answer(engine, request_id, prompt) == expected_tokens(prompt, 3, engine.shape, engine.weights)
+    return computed(engine, request_id)
+
+
+@pytest.mark.parametrize("below", [False, True], ids=["slots", "files"])
+@pytest.mark.parametrize("given", [{}, {"tp_size": 2}, {"windows": (0, 40)}], ids=["full", "two ranks", "window"])
+@pytest.mark.parametrize("how", ["named", "checkpoint"])
+def test_blocks_of_a_version_are_found_when_it_returns(
+    make: Make, tmp_path: Path, checkpoints: Path, how: str, given: dict[str, Any], below: bool
+) -> None:
+    shape = shape_of(tmp_path / "kv", slots=400, heads=8, **given)
     engine = make("kv_both", shape)
-    answer(engine, "one", PROMPT)
-    settle(engine)
-    other = list(range(3000, 3100))
-    engine.add("in flight", other, 3)
+    core = Core(engine, checkpoints)
+    if how == "named":
+        core.change(0, how)
+    assert right(engine, "first") == 102
+    written(engine)
+    core.change(1, how)
+    assert right(engine, "other weights") == 102, "no block of other weights may be found"
+    written(engine)
+    if below:
+        manager_of(engine)._host.pool.forget()
+    core.change(0, how)
+    assert right(engine, "back") == 6
+    core.change(1, how)
+    assert right(engine, "on again") == 6
+    engine.close()
+    engine = make("kv_both", shape)
+    if how == "named":
+        assert right(engine, "unnamed") == 102, "the user has not said which weights these are"
+        Core(engine, checkpoints).change(0, how)
+    assert right(engine, "restarted") == 6
+    Core(engine, checkpoints).change(1, how)
+    assert right(engine, "restarted on other weights") == 6
+
+
+def test_weights_without_a_name_match_nothing(make: Make, tmp_path: Path, checkpoints: Path) -> None:
+    """They only have slots of their own, until they change."""
+    shape = shape_of(tmp_path / "kv", blocks=12, heads=8)
+    engine = make("kv_both", shape)
+    core = Core(engine, checkpoints)
+    assert right(engine, "first") == 102
+    written(engine)
+    files = sorted(tmp_path.rglob("*.pages"))
+    for version in (1, 0, 1):
+        core.change(version, "counted")
+        assert right(engine, f"version {version}") == 102
+        assert right(engine, f"evicts in {version}", list(range(5000, 5100))) == 102
+        assert right(engine, f"again {version}") == 6, "slots serve blocks of the current weights"
+        engine.outputs.clear()
+        engine.scheduled.clear()
+    written(engine)
+    assert sorted(tmp_path.rglob("*.pages")) == files
+    core.change(2, "checkpoint")
+    assert right(engine, "by files") == 102
+    core.change(0, "checkpoint")
+    assert right(engine, "as at the start") == 6
+
+
+@pytest.mark.parametrize("how", ["named", "checkpoint", "name alone"])
+def test_blocks_that_may_be_of_two_versions_are_of_none(
+    make: Make, tmp_path: Path, checkpoints: Path, how: str
+) -> None:
+    """A request goes on under other weights. Until vLLM's cache was empty, nothing that is stored has their name."""
+    shape = shape_of(tmp_path / "kv", heads=8)
+    engine = make("kv_both", shape)
+    core = Core(engine, checkpoints)
+    engine.add("in flight", PROMPT, 40)
     engine.step()
     engine.step()  # blocks of the old weights are on their way
     assert manager_of(engine)._storing
-    if are_named:
-        object.__new__(EngineCore).set_weight_version("step 7")
+    if how == "name alone":
+        engine.weights = 1
+        core._core.set_weight_version("step 1")
     else:
-        for worker in engine.workers:
-            worker.connector_worker.spec._weights.on_reload("elsewhere", from_memory=False)
+        core.change(1, how, pauses=False)
     run_until([engine], lambda: engine.finish_reason("in flight"))
-    settle(engine)
+    written(engine)
     assert engine.scheduler.reset_prefix_cache()
-    assert answer(engine, "two", PROMPT) == expected_tokens(PROMPT, 3, shape)
-    assert computed(engine, "two") == 102
-    assert not manager_of(engine)._host.lower
-    assert answer(engine, "evicts", list(range(5000, 5100)))
-    assert answer(engine, "three", PROMPT) == expected_tokens(PROMPT, 3, shape)
-    assert computed(engine, "three") == 6, "slots still serve blocks of the new weights"
+    assert right(engine, "after") == 102
+    written(engine)
+    longer = PROMPT + engine.tokens("in flight")
+    assert right(engine, "goes on", longer) == len(longer) - 96 + 2
+    core.change(0, "checkpoint")
+    assert right(engine, "as at the start", longer) >= len(longer) - 64 + 2
+
+
+def test_a_reset_without_other_weights_forgets_every_version(make: Make, tmp_path: Path, checkpoints: Path) -> None:
+    shape = shape_of(tmp_path / "kv", heads=8)
+    engine = make("kv_both", shape)
+    core = Core(engine, checkpoints)
+    for version in (0, 1):
+        core.change(version, "named")
+        assert right(engine, f"version {version}") == 102
+        written(engine)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert right(engine, "after") == 102
+    core.change(0, "named")
+    assert right(engine, "back") == 102
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     engine.close()
     engine = make("kv_both", shape)
-    answer(engine, "four", other)
-    assert computed(engine, "four") == 38, (
-        "only blocks that were stored before the change are those of the first weights"
-    )
+    Core(engine, checkpoints).change(0, "named")
+    assert right(engine, "restarted") == 102
+
+
+def test_an_update_that_has_begun_or_failed_has_no_version(make: Make, tmp_path: Path, checkpoints: Path) -> None:
+    shape = shape_of(tmp_path / "kv", heads=8)
+    engine = make("kv_both", shape)
+    core = Core(engine, checkpoints)
+    assert right(engine, "first") == 102
+    written(engine)
+    files = sorted(tmp_path.rglob("*.pages"))
+    core._core.collective_rpc("start_weight_update")
+    engine.weights = 2
+    assert engine.scheduler.reset_prefix_cache()
+    assert right(engine, "halfway") == 102
+    written(engine)
+    assert sorted(tmp_path.rglob("*.pages")) == files
 
 
 def test_objects_outlive_the_engine(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.worker.gpu_worker import Worker
 
 from scheduler_adapters import checkpoints
-from scheduler_adapters.checkpoints import digest_of_files
+from scheduler_adapters.checkpoints import digest_of_checkpoint, digest_of_files
 from scheduler_adapters.vllm.weights import LoadedWeights, named_adapter
 from tests.vllm_engine.engine import Engine, Shape, expected_tokens, make_request, run_until
 from tests.vllm_engine.test_engine import PREFILL, PROMPT, assert_empty, prefilled
@@ -94,6 +97,69 @@ def test_weights_are_identified_by_their_checkpoint_and_the_updates_since(tmp_pa
     assert second.named != first.named
     first.reloaded("hub/name")
     assert first.named == {"weights": "reloaded from hub/name"}
+    assert first.checkpoint == ""
+
+
+def test_weights_of_a_change_that_has_not_ended_equal_no_others(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    first, second = LoadedWeights(), LoadedWeights()
+    for weights in (first, second):
+        weights.reloaded(str(tmp_path))
+        assert weights.checkpoint == digest_of_checkpoint(str(tmp_path))
+        weights.changing()
+        assert weights.checkpoint == ""
+    assert first.named != second.named
+    for weights in (first, second):
+        weights.updated()
+    assert first.named == second.named
+    assert first.named["weights"].endswith(", then 1 updates from memory")
+    first.versioned("step 1")
+    assert first.named == {"weights": "version 'step 1'"}
+
+
+@pytest.mark.parametrize("method", ["reload_weights", "start_weight_update"])
+def test_weights_whose_change_fails_or_goes_on_match_nothing(make: Make, method: str) -> None:
+    """vLLM's real worker runs. An update that could not begin has changed nothing."""
+    engine = make("kv_producer", Shape(extra=EXTRA))
+    worker: Any = object.__new__(Worker)
+    worker.vllm_config, weights = engine.workers[0]._vllm_config, engine.workers[0]._working._weights.weights
+    worker.weight_transfer_engine, worker.model_runner = None, SimpleNamespace(reload_weights=fail)
+    with pytest.raises((OSError, RuntimeError)):
+        getattr(worker, method)()
+    if method == "reload_weights":
+        assert "of a change that has not ended or has failed" in weights.named["weights"]
+    else:
+        assert weights.named == {}
+        worker.weight_transfer_engine, worker._weight_update_active = SimpleNamespace(start_weight_update=list), False
+        worker.start_weight_update()
+        assert "of a change that has not ended or has failed" in weights.named["weights"]
+
+
+def fail() -> None:
+    raise OSError("the file is gone")
+
+
+def test_a_name_counts_again_after_other_weights_and_never_for_later_ones(make: Make) -> None:
+    engine, core = make("kv_producer", Shape(extra=EXTRA)), object.__new__(EngineCore)
+    core.model_executor = SimpleNamespace(
+        collective_rpc=lambda method, *_: reload(engine, None) if method == "finish_weight_update" else None
+    )
+    weights = engine.workers[0]._working._weights.weights
+    for _ in range(2):
+        core.set_weight_version("step 1")
+        engine.step()
+        assert weights.named == {"weights": "version 'step 1'"}
+        core.collective_rpc("finish_weight_update")
+        engine.step()
+        assert weights.named == {"weights": "version 'step 1', then 1 updates from memory"}
+    core.set_weight_version("step 2")
+    core.collective_rpc("another method")
+    engine.step()
+    assert weights.named == {"weights": "version 'step 2'"}
+    core.set_weight_version("step 3")
+    core.collective_rpc("finish_weight_update")  # before a step has told the workers the name
+    engine.step()
+    assert "step 3" not in weights.named["weights"]
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
