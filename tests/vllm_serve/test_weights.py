@@ -18,7 +18,7 @@ from tests.vllm_serve.server import Pair, Server, Settings
 
 TRIED = [prompt for prompt in PROMPTS if len(prompt) > 60][:6]
 WEIGHTS = "model.safetensors"
-_UPDATES = (
+UPDATES = (
     *("--weight-transfer-config", json.dumps({"backend": "file"})),
     *("--worker-extension-cls", "tests.vllm_serve.file_weights.Worker"),
 )
@@ -65,7 +65,7 @@ def pair(servers: Any, target: Path, adapters: tuple[Path, Path, Path]) -> Pair:
 
 def _adapters(**adapters: Path) -> tuple[str, ...]:
     named = [f"{name}={path}" for name, path in adapters.items()]
-    return (*_UPDATES, "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *named)
+    return (*UPDATES, "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *named)
 
 
 def handed_over(pair: Pair, prompt: list[int], **more: Any) -> Answer:
