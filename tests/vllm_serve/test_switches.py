@@ -336,10 +336,13 @@ class Load:
             return "right"
         elif is_told and all(said[version][at] for at, version in enumerate(told)):
             return "begun anew"
+        reached = 0
+        for version in versions:
+            reached += first([not one for one in said[version][reached:]])
+        if reached == size:
+            return "begun anew"
         for old, new in pairwise(known):
             anew = size - first([not one for one in reversed(said[new.version])])  # from here on, `new` says all
-            if anew <= first([not one for one in said[old.version]]):
-                return "begun anew"
             if anew <= self.fresh.says_after(old.version, new.version, prompt, tokens):
                 return f"mixed by {new.pause}"
         return "wrong"
