@@ -289,7 +289,7 @@ def resets(rig: Rig) -> None:
         while not over.wait(0.2):
             for server in rig.servers:
                 with contextlib.suppress(*_BROKEN, AssertionError):
-                    server.forget()
+                    server.post("/reset_prefix_cache")
 
     thread = threading.Thread(target=reset)
     thread.start()

@@ -203,16 +203,24 @@ class Server(Process):
         """Returns the fraction of the server's blocks that were held after its last step."""
         return self.metrics()["vllm:kv_cache_usage_perc"]
 
-    def post(self, path: str, **body: Any) -> None:
-        """Calls one of vLLM's endpoints for development."""
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        """Calls one of vLLM's endpoints for development. Returns its answer; empty if it has none."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), headers)  # noqa: S310
         with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310
             assert answer.status == 200
+            text = answer.read()
+        return json.loads(text) if text.startswith(b"{") else {}
 
-    def forget(self) -> None:
-        """Drops the server's prefix cache. No request may be using it."""
-        self.post("/reset_prefix_cache")
+    def forget(self, timeout: float = 30) -> None:
+        """Drops the server's prefix cache. No request may be using it.
+
+        vLLM answers with status 200 even if it has dropped nothing, because blocks are still held.
+        """
+        end = time.monotonic() + timeout
+        while not self.post("/reset_prefix_cache").get("success", True):
+            assert time.monotonic() < end, f"{self.log.name}: the prefix cache was not reset"
+            time.sleep(0.1)
 
     def wait_empty(self, timeout: float = 3 * LEASE + 10) -> None:
         """Waits until no block is held."""
