@@ -115,7 +115,7 @@ def test_sglangs_own_cache_is_not_trusted_until_it_is_flushed(
     pair.decode.update(other_model_dir)
     pair.prefill.update(other_model_dir, flush=False)
     assert "prefix cache that was not flushed" in reason(answer(pair, PROMPT))
-    other = PROMPTS[3]
+    other = [(PROMPT[0] + 1) % 256, *PROMPTS[3]]  # with pages of one token, no page of the first prompt fits
     assert answer(pair, other)["tokens"] == other_reference(other, NEW), "nothing of this prompt was cached"
     pair.prefill.flush()
     assert answer(pair, PROMPT)["tokens"] == other_reference(PROMPT, NEW)
