@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 _MANAGER = (
     *("decode_step", "admission", "growing_conversation", "release", "evict", "memory", "recommend", "waiting"),
-    *("layer_groups", "overlap"),
+    *("layer_groups", "overlap", "settings", "weights"),
 )
 _GROWTH = ("growth", "growth_transfer")
 _TRACES = ("trace_replay", "trace_hints", "trace_routing")
@@ -63,7 +63,7 @@ def _alone(name: str, options: str = "") -> str:
 
 
 STEPS = (
-    Step("manager", _MANAGER, _all(_MANAGER), 280, (_all(_MANAGER) + " --quick", 80)),
+    Step("manager", _MANAGER, _all(_MANAGER), 340, (_all(_MANAGER) + " --quick", 80)),
     Step("pull", ("pull",), _alone("pull"), 660, (_alone("pull", " --quick"), 150)),
     Step("peers", ("peers",), _alone("peers", " --rounds 3"), 1080, (_alone("peers", " --quick"), 240)),
     Step("growth", _GROWTH, _all(_GROWTH), 480, (_all(_GROWTH) + " --quick", 100)),

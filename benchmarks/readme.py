@@ -422,6 +422,18 @@ def served(result: Row) -> str:
     return some(*(row["ttft_ms_median"] for row in rows), unit="ms")
 
 
+def switched(result: Row) -> str:
+    """Formats the microseconds of a switch for each way in which requests go on, and of a reset."""
+    names = ("switch: finish", "switch: recompute", "switch: stop", "reset")
+    return some(*(one(result["rows"], case=name)["us_min"] for name in names), unit="µs")
+
+
+def rolled_out(result: Row) -> str:
+    """Formats the prompt tokens that a rollout trace computes with each bound of staleness, in thousands."""
+    names = ("flush", "max_staleness=0", "max_staleness=1", "max_staleness=4")
+    return some(*(one(result["rows"], case=f"rollouts: {name}")["computed"] / 1e3 for name in names), unit="k")
+
+
 ALONE = (
     Line(
         "pull 2,048 pages of 64 KiB, source and reader in one process, without / with the fence",
@@ -446,6 +458,18 @@ ALONE = (
         "minimum",
         "recommend",
         recommended,
+    ),
+    Line(
+        "switch to other weights at 1 M pages, 16 replicas, 256 requests: finish / recompute / stop, and a reset",
+        "minimum",
+        "weights",
+        switched,
+    ),
+    Line(
+        "prompt tokens that a rollout trace of 655 k computes: flush / staleness 0 / 1 / 4",
+        "count",
+        "weights",
+        rolled_out,
     ),
     Line(
         "hits of 8 replicas as a share of one pool's hits: conversation / synthetic trace",
@@ -537,26 +561,32 @@ class Figure(NamedTuple):
         ours: our figure, from the result.
         peers: figures of others by name; the best one is shown.
         unit: unit of both.
+        beside: what else is true of these figures, with figures of the same results.
     """
 
     what: str
     ours: Callable[[], float]
     peers: Callable[[], dict[str, float]]
     unit: str
+    beside: Callable[[], str]
 
 
 def _question(question: str) -> Row:
     return one(load("peers")["rows"], question=question)
 
 
-def _beside(what: str, question: str, unit: str) -> Figure:
+def _in_managers(what: str, question: str, unit: str, beside: Callable[[], str]) -> Figure:
     """Returns a row with our figure and the best figure of other managers, from the table of managers."""
 
     def peers() -> dict[str, float]:
         best = {name: _best(_question(question), each) for name, each in COLUMNS.items() if name not in PARTS}
         return {PEERS[name].title: value for name, value in best.items() if value is not None}
 
-    return Figure(what, lambda: _question(question)["ours_min"], peers, unit)
+    return Figure(what, lambda: _question(question)["ours_min"], peers, unit, beside)
+
+
+def _asked(question: str, unit: str = "µs") -> str:
+    return some(_question(question)["ours_min"], unit=unit)
 
 
 def _pulled_blocks(question: str | None = None) -> float:
@@ -568,44 +598,97 @@ def _pulled_blocks(question: str | None = None) -> float:
     return min(one(result["rows"], program=name, **shape)["us"] for name in ("vLLM", "vLLM, huge pages")) / 1e3
 
 
+def _pulled_blocks_by(program: str) -> float:
+    """The least milliseconds that a program takes for as many blocks, in whichever order and memory."""
+    rows = [row for row in load("pull")["rows"] if (row["program"], row["page_bytes"]) == (program, 256 << 10)]
+    return min(row["us"] for row in rows if row["pages"] == 2048 and row["order"] == "a tensor a layer") / 1e3
+
+
 def _first_token(connector: str) -> float:
     return one(load("vllm_serve")["rows"], connector=connector, tokens=500)["first p50"]
 
 
+def _other_settings() -> str:
+    """Formats our times of a decode step of one request in settings that are not plain, as multiples of the plain one.
+
+    The figures are those of one run, which may be another one than that of the row.
+    """
+    times = {row["setting"]: row["us_min"] for row in load("settings")["rows"] if row["requests"] == 1}
+    plain = times.pop("plain")
+    ends = [(time / plain, name) for name, time in times.items()]
+    return " to ".join(f"{ratio:.1f} times ({name})" for ratio, name in (min(ends), max(ends)))
+
+
+def _polling() -> str:
+    """Formats the processor time of vLLM's connector on idle servers."""
+    row = next(row for row in load("vllm_serve")["rows"] if row["connector"] == "theirs" and "requests/s" in row)
+    shares = some(*(100 * row[f"idle CPU {side}"] for side in ("prefill", "decode")), unit="%")
+    return f"vLLM's connector polls: its idle servers take {shares} of a core, and all servers share two cores"
+
+
 FIGURES = (
-    _beside("decode step, 1,024 running requests", "decode step, 1,024 requests, Batch", "µs"),
-    _beside("decode step, 1 running request", "decode step, 1 request, plain calls", "µs"),
-    _beside(
+    _in_managers(
+        "decode step, 1,024 running requests",
+        "decode step, 1,024 requests, Batch",
+        "µs",
+        lambda: (
+            f"as a `Batch`; {_asked('the same, plain calls')} with a call for each request. "
+            "vLLM builds no block tables in this time"
+        ),
+    ),
+    _in_managers(
+        "decode step, 1 running request",
+        "decode step, 1 request, plain calls",
+        "µs",
+        lambda: (
+            f"{_asked('decode step, 1 request, Batch')} as a `Batch`; other settings take {_other_settings()} as long"
+        ),
+    ),
+    _in_managers(
         "reserve and publish a cold prompt of 32,768 tokens",
         "reserve 32,768 tokens, cold, reserved and published, sha256, pages of 16",
         "µs",
+        lambda: (
+            f"sha256; {_asked('reserve 32,768 tokens, cold, reserved and published, xxh3_128, pages of 16')} with "
+            "xxh3_128. MAX's hash has 64 bits"
+        ),
     ),
-    _beside("bookkeeping memory of a page", "memory per page, 1M pages, all published, B", "bytes"),
+    _in_managers(
+        "bookkeeping memory of a page",
+        "memory per page, 1M pages, all published, B",
+        "bytes",
+        lambda: "a pool of 1 M pages, all of them published, one group of layers",
+    ),
     Figure(
         "pull 2,048 blocks of 64 layers between processes",
         lambda: _pulled_blocks("2,048 pages × 64 regions: the whole pull"),
         lambda: {"vLLM's connector": _pulled_blocks()},
         "ms",
+        lambda: (
+            "both in huge pages on one host; `process_vm_readv` alone takes "
+            + some(_pulled_blocks_by("process_vm_readv"), unit="ms")
+        ),
     ),
     Figure(
         "time to first token, 500 prompt tokens, separate prefill and decode under `vllm serve`",
         lambda: _first_token("ours"),
         lambda: {"vLLM's connector": _first_token("theirs")},
         "ms",
+        _polling,
     ),
 )
 
 
 def six_figures() -> list[str]:
     """The README's table: for each row our figure, and the best one of others."""
-    made = [["what", "pagewire", "best of the others"]]
+    made = [["what", "pagewire", "best of the others", "besides"]]
     for each in FIGURES:
         try:
-            ours, peers = each.ours(), each.peers()
+            ours, peers, beside = each.ours(), each.peers(), each.beside()
         except (Missing, KeyError):
             continue
         name = min(peers, key=peers.__getitem__)
-        made.append([each.what, some(ours, unit=each.unit), f"{some(peers[name], unit=each.unit)}, {name}"])
+        made.append([each.what, some(ours, unit=each.unit), f"{some(peers[name], unit=each.unit)}, {name}", beside])
     return [*table(made)]
 
 
