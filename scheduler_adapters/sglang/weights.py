@@ -7,7 +7,7 @@ methods that do the work are therefore wrapped, once in a process. The wrappers 
 
     as at the start ──update──► being changed ──► checkpoint 3f2a…            a load from disk
                                       │           version 'step 7'            the call has a new name
-                                      └─────────► …, then 2 updates           any other change, even a failed one
+                                      └─────────► …, then update 2            any other change, even a failed one
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ServedWeights:
         True
         >>> weights.end("runner")
         >>> weights.text
-        'as at the start, then 1 updates'
+        'as at the start, then update 1'
         >>> weights.named("step 7")
         >>> weights.text
         "version 'step 7'"
@@ -63,7 +63,8 @@ class ServedWeights:
 
     def __init__(self, name: str) -> None:
         self.files: str | None = None
-        self._name, self._loaded, self._updates = name, "" if name == UNNAMED else f"version {name!r}", 0
+        self._name, self._loaded = name, "" if name == UNNAMED else f"version {name!r}"
+        self._is_updated, self._updates = False, 0  # all updates of the process count: others may follow the same load
         self._next_name: str | None = None
         self._open: set[object] = set()  # the model runners whose update has begun and not ended
         self._told: weakref.WeakSet[WeightsTold] = weakref.WeakSet()
@@ -98,7 +99,8 @@ class ServedWeights:
         self._updates += 1
         self.files = _digest_of(checkpoint) if checkpoint else ""
         if self.files:
-            self._loaded, self._updates = f"checkpoint {self.files}", 0
+            self._loaded = f"checkpoint {self.files}"
+        self._is_updated = not self.files
         self._settle(changed=True)
         name, self._next_name = self._next_name, None
         self.named(name)
@@ -112,11 +114,11 @@ class ServedWeights:
         if self._open:
             self._next_name = self._next_name if name is None else name
         elif name is not None and name != self._name:
-            self._name, self._loaded, self._updates = name, f"version {name!r}", 0
+            self._name, self._loaded, self._is_updated = name, f"version {name!r}", False
             self._settle(changed=False)
 
     def _settle(self, *, changed: bool) -> None:
-        updates = f", then {self._updates} updates" if self._updates else ""
+        updates = f", then update {self._updates}" if self._is_updated else ""
         self._set((self._loaded or "as at the start") + updates, changed=changed)
 
     def _set(self, text: str, *, changed: bool) -> None:

@@ -64,7 +64,8 @@ class LoadedWeights:
     def __init__(self) -> None:
         self.named: dict[str, str] = {}
         self.checkpoint = ""
-        self._loaded, self._updates = "as at the start", 0
+        self._loaded, self._is_updated = "as at the start", False
+        self._updates = 0  # since the start of the process, because after the same load others may follow
 
     def changing(self) -> None:
         """Records that a change has begun. Until it has succeeded, the weights are equal to no others."""
@@ -74,22 +75,23 @@ class LoadedWeights:
     def reloaded(self, path: str) -> None:
         """Records that all weights were read from a checkpoint."""
         found = self.checkpoint = digest_of_checkpoint(path)
-        self._loaded, self._updates = f"checkpoint {found}" if found else f"reloaded from {path}", 0
+        self._loaded, self._is_updated = f"checkpoint {found}" if found else f"reloaded from {path}", False
         self._name()
 
     def versioned(self, name: str) -> None:
         """Records the name that the user has given to the weights. It stands for them, wherever they came from."""
-        self._loaded, self._updates = f"version {name!r}", 0
+        self._loaded, self._is_updated = f"version {name!r}", False
         self._name()
 
     def updated(self) -> None:
         """Records that weights came from memory, so that only the number of updates can be compared."""
         self.checkpoint = ""
         self._updates += 1
+        self._is_updated = True
         self._name()
 
     def _name(self) -> None:
-        updates = f", then {self._updates} updates from memory" if self._updates else ""
+        updates = f", then update {self._updates} from memory" if self._is_updated else ""
         self.named = {"weights": self._loaded + updates}
 
 

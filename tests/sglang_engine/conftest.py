@@ -21,28 +21,36 @@ def page_size() -> int:
     return PAGE_SIZE
 
 
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the small random Llama. It never generates its end token, so lengths are known."""
+def _saved(directory: Path, seed: int) -> Path:
+    """Saves a small random Llama. It never generates its end token, so lengths are known."""
     from scheduler_adapters.hf.tiny import EOS, tiny_llama
 
-    directory = tmp_path_factory.mktemp("model")
-    model = tiny_llama()
+    model = tiny_llama(seed=seed)
     model.lm_head.weight.data[EOS] = 0
     model.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the small random Llama."""
+    return _saved(tmp_path_factory.mktemp("model"), 0)
 
 
 @pytest.fixture(scope="session")
 def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the same model with other weights."""
-    from scheduler_adapters.hf.tiny import EOS, tiny_llama
+    return _saved(tmp_path_factory.mktemp("other-model"), 1)
 
-    directory = tmp_path_factory.mktemp("other-model")
-    model = tiny_llama(seed=1)
-    model.lm_head.weight.data[EOS] = 0
-    model.save_pretrained(directory)
-    return directory
+
+@pytest.fixture(scope="module")
+def the_pair(model_dir: Path, page_size: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A process with SGLang's prefill scheduler, and one with its decode scheduler."""
+    from tests.sglang_engine.pd_pair import Pair
+
+    pair = Pair(model_dir, tmp_path_factory.mktemp("pair"), (page_size, page_size))
+    yield pair
+    pair.close()
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ are not used here (`stand_ins`), and a READ that takes long (`pd_server.hold_rea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +16,6 @@ from tests.sglang_engine.pd_pair import NEW, Pair, check_works, reason
 from tests.sglang_engine.test_engine import PROMPTS
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def the_pair(model_dir: Path, page_size: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    pair = Pair(model_dir, tmp_path_factory.mktemp("pair"), (page_size, page_size))
-    yield pair
-    pair.close()
 
 
 @pytest.fixture

@@ -18,13 +18,6 @@ LONG = PROMPTS[3] * 7
 """Takes many chunks."""
 
 
-@pytest.fixture(scope="module")
-def the_pair(model_dir: Path, page_size: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    pair = Pair(model_dir, tmp_path_factory.mktemp("pair"), (page_size, page_size))
-    yield pair
-    pair.close()
-
-
 @pytest.fixture
 def pair(the_pair: Pair, model_dir: Path) -> Iterator[Pair]:
     """The pair of processes, both with the first weights. After the test, neither process may hold pages."""

@@ -90,7 +90,7 @@ def test_weights_are_identified_by_their_checkpoint_and_the_updates_since(tmp_pa
     assert list(first.named) == ["weights"]
     assert first.named != second.named
     second.updated()
-    assert second.named == {"weights": "as at the start, then 1 updates from memory"}
+    assert second.named == {"weights": "as at the start, then update 1 from memory"}
     second.reloaded(str(tmp_path / "model.safetensors"))
     assert second.named == first.named
     first.updated()
@@ -98,6 +98,18 @@ def test_weights_are_identified_by_their_checkpoint_and_the_updates_since(tmp_pa
     first.reloaded("hub/name")
     assert first.named == {"weights": "reloaded from hub/name"}
     assert first.checkpoint == ""
+
+
+def test_weights_without_a_name_are_those_of_no_earlier_moment(tmp_path: Path) -> None:
+    """After the same checkpoint or name, another update may follow. Leases of the first one are of other weights."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    weights, texts = LoadedWeights(), list[str]()
+    for load in 3 * [lambda: weights.reloaded(str(tmp_path)), lambda: weights.versioned("step 1"), lambda: None]:
+        load()
+        for _ in range(2):
+            weights.updated()
+            texts.append(weights.named["weights"])
+    assert len(set(texts)) == len(texts)
 
 
 def test_weights_of_a_change_that_has_not_ended_equal_no_others(tmp_path: Path) -> None:
@@ -112,7 +124,7 @@ def test_weights_of_a_change_that_has_not_ended_equal_no_others(tmp_path: Path) 
     for weights in (first, second):
         weights.updated()
     assert first.named == second.named
-    assert first.named["weights"].endswith(", then 1 updates from memory")
+    assert first.named["weights"].endswith(", then update 1 from memory")
     first.versioned("step 1")
     assert first.named == {"weights": "version 'step 1'"}
 
@@ -145,13 +157,13 @@ def test_a_name_counts_again_after_other_weights_and_never_for_later_ones(make: 
         collective_rpc=lambda method, *_: reload(engine, None) if method == "finish_weight_update" else None
     )
     weights = engine.workers[0]._working._weights.weights
-    for _ in range(2):
+    for number in (1, 2):
         core.set_weight_version("step 1")
         engine.step()
         assert weights.named == {"weights": "version 'step 1'"}
         core.collective_rpc("finish_weight_update")
         engine.step()
-        assert weights.named == {"weights": "version 'step 1', then 1 updates from memory"}
+        assert weights.named == {"weights": f"version 'step 1', then update {number} from memory"}
     core.set_weight_version("step 2")
     core.collective_rpc("another method")
     engine.step()

@@ -130,7 +130,7 @@ def test_weights_that_a_trainer_updates_at_one_side_are_refused_until_the_other_
     before, file = alone(pair), model("llama", 2) / WEIGHTS
     update(pair.prefill, file)
     pair.forget()
-    assert_refused(pair, "then 1 updates from memory")
+    assert_refused(pair, "then update 1 from memory")
     update(pair.decode, file)
     pair.forget()
     after = alone(pair)

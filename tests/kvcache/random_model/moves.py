@@ -884,7 +884,7 @@ class Moves:
         """Changes the salt or the keys of a request. The change is allowed while the request waits. It is refused while
         the request holds pages.
         """
-        # What a request is about to give back still has the names of before.
+        # A request that is about to give its pages back still has their names.
         one = self.any_of([one for one in self.running if not one.gives_back])
         if one is None:
             return False

@@ -1,4 +1,4 @@
-"""What identifies the weights after each order of SGLang's calls. The calls themselves: `tests/sglang_engine`."""
+"""Each order of SGLang's calls identifies the weights. `tests/sglang_engine` makes the calls themselves."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def test_updates_without_a_name_are_counted(folders: list[str]) -> None:
     weights = ServedWeights(UNNAMED)
     texts = [update(weights), update(weights), update(weights, "org/model"), update(weights, folders[0])]
     texts += [update(weights), update(weights, name="v1"), update(weights)]
-    assert texts[0] == "as at the start, then 1 updates"
-    assert texts[2] == "as at the start, then 3 updates", "a model that is no folder has no digest"
-    assert texts[4] == f"{texts[3]}, then 1 updates"
-    assert texts[6] == "version 'v1', then 1 updates"
+    assert texts[0] == "as at the start, then update 1"
+    assert texts[2] == "as at the start, then update 3", "a model that is no folder has no digest"
+    assert texts[4] == f"{texts[3]}, then update 5"
+    assert texts[6] == "version 'v1', then update 7"
     assert weights.files == ""
     assert len(set(texts)) == len(texts)
 
@@ -96,7 +96,7 @@ def test_no_two_moments_of_an_update_are_alike(folders: list[str]) -> None:
     assert len(set(heard.texts)) == len(heard.texts) == 6
     assert weights.files == ""
     weights.end("target")
-    assert heard.texts[6:] == ["as at the start, then 1 updates", "version 'v1'"]
+    assert heard.texts[6:] == ["as at the start, then update 1", "version 'v1'"]
     assert heard.changes == [True] * 7 + [False]
 
 
@@ -105,7 +105,7 @@ def test_an_update_that_begins_again_ends_once() -> None:
     weights.begin("runner")  # SGLang's call fails, and is repeated
     weights.begin("runner")
     weights.end("runner")
-    assert weights.text == "as at the start, then 1 updates"
+    assert weights.text == "as at the start, then update 1"
 
 
 def test_a_name_is_no_change_of_the_weights(folders: list[str]) -> None:
@@ -125,3 +125,13 @@ def test_two_servers_with_the_same_calls_agree(folders: list[str]) -> None:
     ours, theirs = ServedWeights("v1"), ServedWeights("v1")
     for checkpoint, name in calls:
         assert update(ours, checkpoint, name) == update(theirs, checkpoint, name)
+
+
+def test_weights_without_a_name_are_those_of_no_earlier_moment(folders: list[str]) -> None:
+    """After the same checkpoint or name, another update may follow. Pages of the first one must not be found then."""
+    weights, calls = ServedWeights(UNNAMED), itertools.product(("", *folders), (None, "a", "b"), ("", *folders))
+    texts: list[str] = []
+    for checkpoint, name, last in calls:
+        update(weights, checkpoint, name)
+        texts += [text for text in (update(weights, last), update(weights)) if ", then " in text]
+    assert len(set(texts)) == len(texts) > 27
