@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.prefix_worker import PULLED, OneWay
+from scheduler_adapters.peers.peer_blocks import PeerBlocks
 from scheduler_adapters.vllm import PagewireConnector, prefix_exchange
-from scheduler_adapters.vllm.peer_blocks import PeerBlocks
 
 __all__ = ["PagewireConnector"]
 

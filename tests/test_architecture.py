@@ -83,15 +83,20 @@ ROOMS: dict[str, set[str]] = {
         *("transfer values", "transfer.wire"),
         *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.service"),
     },
+    "scheduler_adapters.peers": {
+        *("kvcache values", "kvcache.replica", "transfer values", "transfer.wire", "transfer.pull"),
+        *("transfer.connector", "scheduler_adapters values"),
+    },
     "scheduler_adapters.sglang": {
         *("kvcache values", "kvcache.endpoints values", "kvcache.pool", "kvcache.replica", "kvcache.tiers"),
         *("kvcache.endpoints", "kvcache.watch", "scheduler_adapters values"),
         *("transfer values", "transfer.wire", "transfer.pull", "transfer.connector", "scheduler_adapters.service"),
+        "scheduler_adapters.peers",
     },
     "scheduler_adapters.vllm": {
         *("kvcache values", "kvcache.endpoints values", "kvcache.pool", "kvcache.replica", "kvcache.tiers"),
         *("transfer values", "transfer.wire", "transfer.nixl", "transfer.pull", "transfer.connector"),
-        "scheduler_adapters values",
+        *("scheduler_adapters values", "scheduler_adapters.peers"),
     },
     "scheduler_adapters": set(),
     "pagewire values": {"scheduler_adapters values"},

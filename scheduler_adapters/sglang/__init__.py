@@ -3,8 +3,9 @@
 Importing `plugin.py` needs no SGLang.
 
 Imports `kvcache.pool`, `kvcache.replica`, `kvcache.tiers`, `kvcache.endpoints`, `kvcache.watch`, `transfer.wire`,
-`transfer.pull`, `transfer.connector`, `scheduler_adapters.service`, and the shared modules of `kvcache`,
-`kvcache.endpoints`, `transfer` and `scheduler_adapters`. Start reading at `cache.py`, `conn.py` and `storage.py`.
+`transfer.pull`, `transfer.connector`, `scheduler_adapters.service`, `scheduler_adapters.peers`, and the shared modules
+of `kvcache`, `kvcache.endpoints`, `transfer` and `scheduler_adapters`. Start reading at `cache.py`, `conn.py` and
+`storage.py`.
 """
 
 from scheduler_adapters.sglang.plugin import register

@@ -7,10 +7,12 @@ images. What it leaves out is compared here: the files of an adapter, and whethe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcache.errors import BlockTableMismatchError
 from kvcache.replica.block_table import PageDigests
+from scheduler_adapters.peers.peer_blocks import TakenBlocks
 from scheduler_adapters.vllm.weights import named_adapter
 from transfer.connector.config import GroupConfig
 from transfer.connector.lending import HeldBlocks
@@ -38,25 +40,6 @@ def why_unfit(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: S
     if transfer.kv_buffer_device == "cpu" and device != "cpu":
         return f"its blocks are in memory of {device}, but kv_buffer_device is cpu"
     return ""
-
-
-class TakenBlocks(NamedTuple):
-    """Blocks that a pull fills, for the pages of a prompt from `firsts` up to `end`.
-
-    Attributes:
-        firsts: for each group, the first page that has a block.
-        end: the page after the last one.
-        blocks: vLLM's blocks of each group.
-    """
-
-    firsts: tuple[int, ...]
-    end: int
-    blocks: tuple[list[Any], ...]
-
-    @property
-    def block_ids(self) -> list[list[int]]:
-        """The ids of the blocks of each group."""
-        return [[block.block_id for block in group] for group in self.blocks]
 
 
 class _Adapter(NamedTuple):
@@ -191,7 +174,15 @@ class CachedBlocks:
         if fault:
             raise BlockTableMismatchError(f"the cached blocks cannot be lent: {fault}")
 
-    # For a pull
+    # For a pull: `scheduler_adapters.peers.peer_blocks.PeerPool`
+
+    def number(self, block_hash: bytes) -> int:
+        """See `PeerPool.number`. vLLM tells routers the last 64 bits of a hash."""
+        return int.from_bytes(block_hash[-8:], "big")
+
+    def named(self, request: Request) -> tuple[tuple[str, str], ...]:
+        """See `PeerPool.named`."""
+        return (named_adapter(request.lora_request),) if request.lora_request else ()
 
     def take(self, first: int, end: int) -> TakenBlocks | None:
         """Takes free blocks for the pages from `first` to `end`, at most half of those that are free."""
@@ -199,20 +190,23 @@ class CachedBlocks:
         count = sum(end - begin for begin in firsts)
         if not count or count > self._pool.get_num_free_blocks() // 2:
             return None
-        blocks = iter(self._pool.get_new_blocks(count))
-        return TakenBlocks(firsts, end, tuple([next(blocks) for _ in range(begin, end)] for begin in firsts))
+        blocks = (block.block_id for block in self._pool.get_new_blocks(count))
+        return TakenBlocks(firsts, end, tuple(tuple(islice(blocks, end - begin)) for begin in firsts))
 
     def publish(self, request: Request, taken: TakenBlocks) -> None:
-        """Makes filled blocks findable by the hashes of a request, and gives them up."""
+        """See `PeerPool.publish`."""
         null = self._pool.null_block
-        for at, (first, blocks) in enumerate(zip(taken.firsts, taken.blocks, strict=True)):
+        for at, (first, blocks) in enumerate(zip(taken.firsts, self._blocks_of(taken), strict=True)):
             self._pool.cache_full_blocks(request, [null] * first + blocks, first, taken.end, self.page_size, at)
         self.give_up(taken)
 
     def give_up(self, taken: TakenBlocks) -> None:
-        """Gives up taken blocks. Nothing may still write to them."""
-        for blocks in taken.blocks:
+        """See `PeerPool.give_up`."""
+        for blocks in self._blocks_of(taken):
             self._pool.free_blocks(reversed(blocks))
+
+    def _blocks_of(self, taken: TakenBlocks) -> list[list[Any]]:
+        return [[self._pool.blocks[at] for at in group] for group in taken.block_ids]
 
     def _first(self, group: int, end: int) -> int:
         """Returns the first page of a group that a request needs if it resumes after page `end`."""

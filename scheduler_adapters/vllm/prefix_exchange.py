@@ -6,10 +6,10 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
+from scheduler_adapters.peers.peer_blocks import PeerBlocks, give_back, kinds_of
 from scheduler_adapters.vllm.cached_blocks import CachedBlocks
 from scheduler_adapters.vllm.engine_loop import wake, watch_loop
 from scheduler_adapters.vllm.options import Options
-from scheduler_adapters.vllm.peer_blocks import PeerBlocks, give_back, kinds_of
 from transfer.connector.lending import KIND, BlockLending
 from transfer.connector.metadata import Progress
 from transfer.connector.scheduler import NixlConnectorScheduler
@@ -147,7 +147,7 @@ class PrefixExchange:
         self._connector, self._options, self._share = connector, options, share
         self._blocks = CachedBlocks(manager, groups, algorithm)
         self._kinds = kinds_of([group.window for group in groups])
-        self._peers: PeerBlocks | None = None
+        self._peers: PeerBlocks[Request] | None = None
         limits = LendingLimits(int(share * manager.block_pool.num_gpu_blocks), [LENT_WORDS if share else 0])
         self._lending = BlockLending(connector, self._blocks, limits, len(groups), self._kinds, wake)
         self._lent = 0

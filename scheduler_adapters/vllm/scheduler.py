@@ -25,13 +25,13 @@ import torch
 from vllm.v1.request import RequestStatus
 
 from kvcache.endpoints.addresses import in_endpoint, resolved
+from scheduler_adapters.peers.hints import next_sources
 from scheduler_adapters.vllm.cached_blocks import why_unfit
 from scheduler_adapters.vllm.config import read_options, worker_config
 from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata, WorkersMetadata
 from scheduler_adapters.vllm.prefix_exchange import NoPrefixes, Prefixes, PrefixExchange, say_unfit
 from scheduler_adapters.vllm.resets import watch_resets
 from scheduler_adapters.vllm.samples import FirstSample, SharedLeases, SharedLoads, is_later_prompt
-from scheduler_adapters.vllm.sources import next_sources
 from scheduler_adapters.vllm.versions import IS_TRIED, OURS, TRIED, VLLM
 from scheduler_adapters.vllm.weights import CHANGES, VersionWatch, named_adapter
 from transfer.connector.config import GroupConfig

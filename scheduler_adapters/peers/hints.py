@@ -10,17 +10,14 @@ import logging
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
 from msgspec import Meta
 
 from transfer.pull.source import Contact, KVSource
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
-logger = logging.getLogger("pagewire.vllm")
+logger = logging.getLogger("pagewire.peers")
 
 _MOST = 8
 _MOST_NAMED = 4  # sources in the answer to a request
@@ -39,11 +36,11 @@ class Hint(NamedTuple):
     contact: Contact
     hashes: frozenset[int] | None = None
 
-    def pages(self, hashes: Iterable[bytes]) -> int:
-        """Returns how many of the blocks with these hashes, from the first one on, the engine may have."""
+    def pages(self, numbers: Iterable[int]) -> int:
+        """Returns how many of the blocks with these numbers, from the first one on, the engine may have."""
         count = 0
-        for one in hashes:
-            if self.hashes is not None and int.from_bytes(one[-8:], "big") not in self.hashes:
+        for one in numbers:
+            if self.hashes is not None and one not in self.hashes:
                 break
             count += 1
         return count
@@ -57,7 +54,7 @@ class _RemoteSource(msgspec.Struct, frozen=True):
 
 
 class _Action(msgspec.Struct, frozen=True):
-    """An action of vLLM's `KvHintsEnvelope`."""
+    """An action of the `KvHintsEnvelope` of vLLM and SGLang."""
 
     action_type: str
     payload: dict[str, Any]
@@ -65,7 +62,7 @@ class _Action(msgspec.Struct, frozen=True):
 
 
 class _Envelope(msgspec.Struct, frozen=True):
-    """vLLM's `KvHintsEnvelope`, of any version."""
+    """The `KvHintsEnvelope` of vLLM and SGLang, of any version."""
 
     actions: list[_Action]
 
@@ -78,10 +75,13 @@ class _FetchPayload(msgspec.Struct, frozen=True):
     mode: str = "copy"
 
 
-def hints_of(request: Request) -> list[Hint]:
-    """Returns the hints of a request, at most 8. A hint that cannot be read is left out, and logged."""
-    params, found = request.kv_transfer_params, list[Hint]()
-    given = params if isinstance(params, Mapping) else {}
+def hints_of(request: Any) -> list[Hint]:
+    """Returns the hints of an engine's request, at most 8. A hint that cannot be read is left out, and logged.
+
+    The request may have them in `kv_transfer_params` and in `kv_hints`.
+    """
+    params, found = getattr(request, "kv_transfer_params", None), list[Hint]()
+    given = cast("Mapping[str, Any]", params if isinstance(params, Mapping) else {})
     for name, value, read in (
         ("kv_sources", given.get("kv_sources"), _ours),
         ("remote_kv_source", given.get("remote_kv_source"), _llm_d),
@@ -120,7 +120,7 @@ def _llm_d(value: Any) -> Iterator[Hint]:
 
 
 def _envelope(value: Any) -> Iterator[Hint]:
-    """Reads vLLM's `KvHintsEnvelope`, from the object or its JSON.
+    """Reads a `KvHintsEnvelope`, from the object or its JSON.
 
     Any version is read by the schema of 1.0, because senders differ in what they call their version. Unknown keys are
     ignored. Hashes are compared modulo 2**64, because some senders write them with a sign.

@@ -1,9 +1,9 @@
 """`PeerBlocks`: fetches blocks of a waiting prompt that other engines have cached.
 
-A request waits in vLLM's queue while a source is asked and its blocks are pulled. The blocks are pulled into free
-blocks of vLLM's pool and then published under the request's own hashes, so vLLM finds them as if it had computed them.
-Whatever fails, the blocks are given up, and vLLM computes the prompt. No failure reaches vLLM, so its
-`kv_load_failure_policy` does not apply.
+A request waits in its engine's queue while a source is asked and its blocks are pulled. The blocks are pulled into free
+blocks of the engine's pool and then published under the request's own hashes, so the engine finds them as if it had
+computed them. Whatever fails, the blocks are given up, and the engine computes the prompt. No failure reaches the
+engine, so vLLM's `kv_load_failure_policy` does not apply.
 
     new ──ask──► asking ──lent──► fenced ──► pulling ──► over: the request runs
          ask again ◄─┴── refused ◄─────────────┴── failed
@@ -18,13 +18,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvcache.replica.block_table import PageDigests
+from scheduler_adapters.peers.hints import Hint, hints_of
 from scheduler_adapters.pull_or_compute import PullOrCompute
-from scheduler_adapters.vllm.cached_blocks import CachedBlocks, TakenBlocks
-from scheduler_adapters.vllm.sources import Hint, hints_of
-from scheduler_adapters.vllm.weights import named_adapter
 from transfer.connector.metadata import Progress
 from transfer.connector.scheduler import NixlConnectorScheduler
 from transfer.errors import TransferError
@@ -33,10 +31,7 @@ from transfer.pull.source import Contact, Source
 from transfer.wire.messages import MAX_DIGEST_BYTES, Wanted
 from transfer.wire.prompt import HashedPages
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
-logger = logging.getLogger("pagewire.vllm")
+logger = logging.getLogger("pagewire.peers")
 
 # Sources may take longer than `ask_timeout` to answer, up to this fraction of the time that computing would take.
 _PATIENCE = 0.25
@@ -49,12 +44,89 @@ _MOST_ASKED = 32
 _DROPPED = "its request has ended"
 
 
+class HashedRequest(Protocol):
+    """A request of an engine, whose full blocks the engine names by hashes."""
+
+    @property
+    def request_id(self) -> str: ...  # noqa: D102
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """The hash of each full block. It covers all that the block's KV depends on, except for `PeerPool.named`."""
+        ...
+
+    @property
+    def num_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def num_prompt_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def num_output_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def skip_reading_prefix_cache(self) -> bool | None: ...  # noqa: D102
+
+
+R = TypeVar("R", bound=HashedRequest)
+R_contra = TypeVar("R_contra", bound=HashedRequest, contravariant=True)
+
+
+class TakenBlocks(NamedTuple):
+    """Blocks that a pull fills, for the pages of a prompt from `firsts` up to `end`.
+
+    Attributes:
+        firsts: for each group, the first page that has a block.
+        end: the page after the last one.
+        block_ids: the blocks of each group.
+    """
+
+    firsts: tuple[int, ...]
+    end: int
+    block_ids: tuple[tuple[int, ...], ...]
+
+
+class PeerPool(Protocol[R_contra]):
+    """An engine's pool, in which pulled blocks are cached. Only the engine's thread may use it."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a block."""
+        ...
+
+    @property
+    def hashed_by(self) -> str:
+        """Names how blocks are hashed. Two engines with the same name have the same hashes."""
+        ...
+
+    @property
+    def hash_bytes(self) -> int:
+        """Bytes of a hash."""
+        ...
+
+    def number(self, block_hash: bytes) -> int:
+        """Returns the number, below 2**64, by which routers know the block."""
+        ...
+
+    def named(self, request: R_contra) -> tuple[tuple[str, str], ...]:
+        """Returns what the KV of a request depends on, and its hashes do not cover, as in a `Prompt`."""
+        ...
+
+    def take(self, first: int, end: int) -> TakenBlocks | None:
+        """Takes free blocks for the pages from `first` to `end`. Returns None if too few are free."""
+        ...
+
+    def publish(self, request: R_contra, taken: TakenBlocks) -> None:
+        """Makes filled blocks findable by the hashes of a request, and gives them up."""
+        ...
+
+    def give_up(self, taken: TakenBlocks) -> None:
+        """Gives up taken blocks. Nothing may still write to them."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
-class _BlockFetch:
+class _BlockFetch(Generic[R]):
     """The blocks that a request waits for.
 
     Attributes:
-        request: vLLM's request.
+        request: the engine's request.
         hints: the sources that are still to be asked.
         key: names the current query, and then the pull.
         wanted: the pages that are asked for.
@@ -69,7 +141,7 @@ class _BlockFetch:
         is_pulling: whether the workers were told to pull.
     """
 
-    request: Request
+    request: R
     hints: deque[Hint]
     key: str = ""
     wanted: PageDigests | None = None
@@ -103,12 +175,12 @@ class _Paused:
         self._until.pop(contact, None)
 
 
-class PeerBlocks:
+class PeerBlocks(Generic[R]):
     """The prompts whose blocks are requested from other engines. Only the engine's thread may call it. No call waits.
 
     Args:
         connector: pulls the blocks.
-        blocks: vLLM's blocks.
+        blocks: the engine's blocks.
         asks: asks the sources.
         ask_s: how long the sources of a request may take to answer, all together, in seconds.
         clock: a monotonic clock, in seconds.
@@ -121,7 +193,7 @@ class PeerBlocks:
     def __init__(
         self,
         connector: NixlConnectorScheduler,
-        blocks: CachedBlocks,
+        blocks: PeerPool[R],
         asks: PageAsks,
         ask_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -130,16 +202,16 @@ class PeerBlocks:
         self.counts = Counter[str]()
         self._connector, self._blocks, self._asks = connector, blocks, asks
         self._ask_s, self._clock = ask_s, clock
-        self._waiting: dict[str, _BlockFetch] = {}  # by request: those that have not been given up
-        self._asking: dict[str, _BlockFetch] = {}  # by key
-        self._pulls: dict[str, _BlockFetch] = {}  # by key: those that hold blocks
-        self._leaders: dict[bytes, _BlockFetch] = {}  # by the hash of the first page that is missing
+        self._waiting: dict[str, _BlockFetch[R]] = {}  # by request: those that have not been given up
+        self._asking: dict[str, _BlockFetch[R]] = {}  # by key
+        self._pulls: dict[str, _BlockFetch[R]] = {}  # by key: those that hold blocks
+        self._leaders: dict[bytes, _BlockFetch[R]] = {}  # by the hash of the first page that is missing
         self._failed: set[str] = set()  # keys of pulls that have failed, until none of their READs is in flight
         self._paused = _Paused(clock)
         self._met: set[str] = set()  # the engines that were pulled from; a first contact is not measured
         self._serial = itertools.count()
         self._markers, self._returned = 0, 0
-        self._computing: dict[str, tuple[Request, float, int]] = {}  # by request: when it began, after which token
+        self._computing: dict[str, tuple[R, float, int]] = {}  # by request: when it began, after which token
 
     @property
     def is_busy(self) -> bool:
@@ -150,14 +222,14 @@ class PeerBlocks:
         """
         return bool(self._pulls) or self._asks.is_asking
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: R) -> None:
         """Takes the hints of a new request."""
         hints = deque(hint for hint in hints_of(request) if hint.contact[1] != self._connector.config.engine_id)
         if hints and not request.skip_reading_prefix_cache:
             self._waiting[request.request_id] = _BlockFetch(request, hints)
 
-    def waits(self, request: Request, computed: int) -> bool:
-        """Whether a request, of which vLLM has cached `computed` tokens, should wait for blocks of other engines."""
+    def waits(self, request: R, computed: int) -> bool:
+        """Whether a request should wait for blocks of other engines. This engine has cached `computed` tokens of it."""
         request_id = request.request_id
         if (fetch := self._waiting.get(request_id)) is not None:
             if not fetch.since:
@@ -166,7 +238,7 @@ class PeerBlocks:
         if request_id in self._waiting:
             return True
         if request.num_prompt_tokens - computed >= self._blocks.page_size and not request.num_output_tokens:
-            # vLLM runs it now, or asks again
+            # the engine runs it now, or asks again
             self._computing[request_id] = request, self._clock(), computed
         return False
 
@@ -233,8 +305,8 @@ class PeerBlocks:
         self._failed.add(key)
         self._connector.cancel(key, reason)
 
-    def _start(self, fetch: _BlockFetch, computed: int) -> None:
-        """Asks the first source for the pages that vLLM lacks, if a pull is estimated to be quicker."""
+    def _start(self, fetch: _BlockFetch[R], computed: int) -> None:
+        """Asks the first source for the pages that the engine lacks, if a pull is estimated to be quicker."""
         request, size = fetch.request, self._blocks.page_size
         first, last = computed // size, min(len(request.block_hashes), (request.num_tokens - 1) // size)
         hashes = [bytes(one) for one in request.block_hashes[first:last]][: MAX_DIGEST_BYTES // self._blocks.hash_bytes]
@@ -243,7 +315,8 @@ class PeerBlocks:
             return  # another request waits for the same pages, so this one will find them
         fetch.since = self._clock()
         fetch.hints = deque(hint for hint in fetch.hints if hint.contact not in self._paused)
-        pages = max((hint.pages(hashes) for hint in fetch.hints), default=0)
+        numbers = [self._blocks.number(one) for one in hashes]
+        pages = max((hint.pages(numbers) for hint in fetch.hints), default=0)
         rest = request.num_tokens - (first + pages) * size
         if not pages or not self.estimate.pays(first * size, pages * size, rest):
             self._end(fetch, "computed" if pages else "stale")
@@ -252,11 +325,11 @@ class PeerBlocks:
         fetch.ask_s = max(self._ask_s, _PATIENCE * takes_s)
         fetch.until = fetch.since + fetch.ask_s
         fetch.last = fetch.until + _PULL_S
-        adapter = (named_adapter(request.lora_request),) if request.lora_request else ()
-        fetch.wanted = PageDigests(size, self._blocks.hashed_by, b"".join(hashes[:pages]), first, adapter)
+        named = self._blocks.named(request)
+        fetch.wanted = PageDigests(size, self._blocks.hashed_by, b"".join(hashes[:pages]), first, named)
         self._ask(fetch)
 
-    def _ask(self, fetch: _BlockFetch) -> None:
+    def _ask(self, fetch: _BlockFetch[R]) -> None:
         """Asks the next source that is not too busy. All sources of a request share its time."""
         left, is_busy = fetch.until - self._clock(), False
         while fetch.hints and self._asked(fetch.hints[0].contact) >= _MOST_ASKED:
@@ -272,7 +345,7 @@ class PeerBlocks:
     def _asked(self, contact: Contact) -> int:
         return sum(one.hints[0].contact == contact for one in self._asking.values())
 
-    def _go_on(self, fetch: _BlockFetch) -> None:
+    def _go_on(self, fetch: _BlockFetch[R]) -> None:
         """Asks the next source after one whose blocks could not be pulled. Without one, the request runs.
 
         The failed pull keeps the blocks that it may still write to, so the next one gets others.
@@ -290,7 +363,7 @@ class PeerBlocks:
         self._leaders.update({one: again for one, leader in self._leaders.items() if leader is fetch})
         self._ask(again)
 
-    def _on_lent(self, fetch: _BlockFetch, lent: Lent) -> None:
+    def _on_lent(self, fetch: _BlockFetch[R], lent: Lent) -> None:
         contact = fetch.hints[0].contact
         if lent.error:
             self._paused.failed(contact)
@@ -324,7 +397,7 @@ class PeerBlocks:
         tokens = end * size
         return Wanted(source.address, source.engine_id, source.lease.lease_id, tokens, pages.digest(tokens), named)
 
-    def _pull(self, fetch: _BlockFetch) -> None:
+    def _pull(self, fetch: _BlockFetch[R]) -> None:
         fetch.is_pulling = True
         taken, lent, wanted = fetch.taken, fetch.lent, fetch.wanted
         if taken is None or lent is None or wanted is None or fetch.key in self._failed:
@@ -337,7 +410,7 @@ class PeerBlocks:
             self._cancel(fetch.key, str(error))
             self._go_on(fetch)
 
-    def _on_pulled(self, fetch: _BlockFetch, *, is_good: bool) -> None:
+    def _on_pulled(self, fetch: _BlockFetch[R], *, is_good: bool) -> None:
         taken, lent, wanted = fetch.taken, fetch.lent, fetch.wanted
         if taken is None or lent is None or wanted is None:
             return
@@ -353,7 +426,7 @@ class PeerBlocks:
         self._met.add(lent.engine_id)
         self._end(fetch, "pulled")
 
-    def _end(self, fetch: _BlockFetch, outcome: str) -> None:
+    def _end(self, fetch: _BlockFetch[R], outcome: str) -> None:
         """Lets the request run."""
         if self._waiting.get(fetch.request.request_id) is fetch:
             del self._waiting[fetch.request.request_id]
