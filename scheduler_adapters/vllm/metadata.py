@@ -28,7 +28,7 @@ class StepMetadata(KVConnectorMetadata):
         refused: parked requests that cannot be loaded. They are reported as failed without a load.
         marker: the workers send this number back with the step's output, unless it is 0. When it has returned, all
             steps up to this one have ended, and write to no block any more.
-        resets: how often vLLM's prefix cache had been reset before this step.
+        resets: how often vLLM's prefix cache had been reset before the last step that computed or kept anything.
         version: the name that the user has given to the current weights; empty if it has not changed.
     """
 

@@ -26,3 +26,9 @@ def watch_resets(manager: KVCacheManager, done: Callable[[], object], failed: Ca
 
     given: Any = manager
     given.reset_prefix_cache = reset
+
+
+def is_empty(manager: KVCacheManager) -> bool:
+    """Whether vLLM's pool has no block that a request uses or could find."""
+    pool: Any = manager.block_pool
+    return pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 and not len(pool.cached_block_hash_to_block)

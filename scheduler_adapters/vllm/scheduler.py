@@ -30,7 +30,7 @@ from scheduler_adapters.vllm.cached_blocks import why_unfit
 from scheduler_adapters.vllm.config import read_options, worker_config
 from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata, WorkersMetadata
 from scheduler_adapters.vllm.prefix_exchange import NoPrefixes, Prefixes, PrefixExchange, say_unfit
-from scheduler_adapters.vllm.resets import watch_resets
+from scheduler_adapters.vllm.resets import is_empty, watch_resets
 from scheduler_adapters.vllm.samples import FirstSample, SharedLeases, SharedLoads, is_later_prompt
 from scheduler_adapters.vllm.versions import IS_TRIED, OURS, TRIED, VLLM
 from scheduler_adapters.vllm.weights import CHANGES, VersionWatch, named_adapter
@@ -86,6 +86,8 @@ class SchedulerSide:
         own = f"tcp://{in_endpoint(address)}:{options.port}"
         self._connector = NixlConnectorScheduler(config, in_endpoint(options.host), own, options.keys)
         self._sources: set[str] = set()  # requests that still run and whose pages a reader will read; each has a lease
+        self._unoffered: dict[str, Request] = {}  # requests that got blocks for this step, and may get a lease
+        self._from_cache: set[str] = set()  # requests with a lease that have found some of their pages in vLLM's cache
         self._leases, self._loads = SharedLeases(), SharedLoads()
         self._parked: set[str] = set()  # requests that vLLM has parked until their load has ended
         self._kept: set[str] = set()  # requests that have ended, and whose blocks vLLM keeps for a lease or a load
@@ -94,7 +96,9 @@ class SchedulerSide:
         self._waiting: dict[str, Wanted] = {}  # requests that will read from a source, and have no blocks yet
         self._refused: set[str] = set()  # requests that cannot be loaded, and have not got their blocks from vLLM yet
         self._next = StepMetadata()
-        self._resets, self._stepped = 0, -1  # how often the prefix cache was reset: so far, and before the last step
+        # how often the prefix cache was reset: so far, before the last step, and when the weights changed last
+        self._resets, self._stepped, self._changed = 0, -1, -1
+        self._is_told = False  # whether the log says that the cache was not reset after this change
         self._version, self._versions = "", VersionWatch(self._on_version, self._on_call)
         self._counts = Counter[str]()  # counts since the last `take_counts`
         # spans of traced requests that read from a source, until their load has ended
@@ -127,10 +131,19 @@ class SchedulerSide:
     def _on_new_weights(self, last: int) -> None:
         """Handles new weights. `last` says how often the cache had been reset before the last step with the old ones.
 
-        A reset since then has left no block of the old weights.
+        A reset since then has left no block of the old weights. Without one, requests that found blocks in the cache
+        lose their leases, even those that the first step with the new weights has granted.
         """
         if self._resets <= last:
+            self._changed, self._is_told = self._resets, False
             self._prefixes.changed_weights()
+            for request_id in self._from_cache:
+                self._give_up(request_id, "the weights have changed, and the prefix cache was not reset")
+
+    @property
+    def _is_old(self) -> bool:
+        """Whether vLLM's prefix cache may have blocks of earlier weights."""
+        return self._changed == self._resets
 
     def _on_failed_reset(self) -> None:
         """Handles a reset of vLLM's prefix cache that has failed, so that one of the next can succeed.
@@ -331,7 +344,7 @@ class SchedulerSide:
         request_id = request.request_id
         first = self._loads.first(request_id)
         if request_id in self._leases:
-            self._offer(request)
+            self._unoffered[request_id] = request
         elif request_id in self._refused or (first is not None and first.has_failed):
             self._refused.discard(request_id)
             self._park(request_id, num_external_tokens, fails=True)
@@ -348,9 +361,19 @@ class SchedulerSide:
             if fails:
                 self._next.refused.add(request_id)
 
-    def _offer(self, request: Request) -> None:
+    def _offer_new(self, found: Mapping[str, int]) -> None:
+        """Leases the pages of requests that have got their blocks. `found` is by request, and as in `_offer`."""
+        for request_id, request in self._unoffered.items():
+            self._offer(request, found.get(request_id, 1))  # if it does not run yet, another connector loads for it
+        self._unoffered.clear()
+
+    def _offer(self, request: Request, found: int) -> None:
+        """Leases the pages of a request that has found `found` tokens of its prompt in vLLM's prefix cache."""
         if self._leases.holder(request.request_id) not in ("", request.request_id):
             return  # the request shares the lease of another sample of its prompt
+        if found and self._is_old:
+            self._refuse_old(request.request_id)
+            return
         if request.request_id not in self._sources:  # a preempted request still has its lease
             try:
                 self._connector.offer(request.request_id, running=True)
@@ -359,8 +382,22 @@ class SchedulerSide:
                 return
             self._sources.add(request.request_id)
             self._leases.hold(request.request_id)
+        if found and self._leases.holder(request.request_id):
+            self._from_cache.add(request.request_id)
         if self._saves:  # a preempted request is saved again, because its blocks have changed
             self._unsaved[request.request_id] = request
+
+    def _refuse_old(self, request_id: str) -> None:
+        """Leaves a request without a lease, because some of its pages may be of earlier weights."""
+        if request_id in self._sources:  # it was preempted
+            self._give_up(request_id, "it was preempted, and its pages may be of earlier weights now")
+        if not self._is_told:
+            logger.warning(
+                "request %r, and all that find a prefix here, are not handed over: the prefix cache was not reset "
+                "after the weights had changed. Reset it (reset_prefix_cache)",
+                request_id,
+            )
+        self._is_told = True
 
     def _load(self, request: Request, wanted: Wanted, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
         """Makes every rank read the missing pages. Returns False if that is impossible."""
@@ -381,6 +418,8 @@ class SchedulerSide:
 
     def step(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """Returns the work of this step, and starts to collect the work of the next step."""
+        if self._unoffered:
+            self._offer_new(_computed_before(scheduler_output))
         for request_id, request in list(self._unsaved.items()):
             scheduled = scheduler_output.num_scheduled_tokens.get(request_id, 0)
             if scheduled and request.num_computed_tokens + scheduled >= request.num_prompt_tokens and self.manager:
@@ -388,7 +427,9 @@ class SchedulerSide:
                 self._connector.save(request_id, blocks)
                 del self._unsaved[request_id]
         metadata, self._next = self._next, StepMetadata()
-        metadata.resets = self._stepped = self._resets
+        if scheduler_output.total_num_scheduled_tokens or self.manager is None or not is_empty(self.manager):
+            self._stepped = self._resets
+        metadata.resets = self._stepped
         metadata.marker = self._prefixes.step()
         metadata.step = self._connector.build_metadata()
         return metadata
@@ -422,6 +463,7 @@ class SchedulerSide:
                 self._tell_failure(reason)
         for request_id, reason in progress.sent.items():
             self._leases.over(request_id)
+            self._from_cache.discard(request_id)
             if reason != "read":
                 logger.warning("request %r: its pages were freed before they were read: %s", request_id, reason)
 
@@ -536,6 +578,13 @@ class SchedulerSide:
         """Stops the handshake server. Safe to call twice."""
         self._connector.close()
         self._prefixes.close()
+
+
+def _computed_before(output: SchedulerOutput) -> dict[str, int]:
+    """Returns how many tokens each request of a step has before it: at its first step, those found in a cache."""
+    cached = output.scheduled_cached_reqs
+    found = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return found | {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
 
 
 def _is_source(params: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from scheduler_adapters.vllm.resets import is_empty
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -39,11 +41,11 @@ class TierVersion:
         self._changes: int = 0  # of all ranks together
         self._name: str | None = None  # the user's name for the weights of now
         self._is_clean = True  # whether vLLM's cache has been empty since the last change
-        self._pool: Any = None
+        self._manager: KVCacheManager | None = None
 
     def bind(self, manager: KVCacheManager) -> None:
         """Sets vLLM's block manager. Without it, no version is known after a change."""
-        self._pool = manager.block_pool
+        self._manager = manager
 
     def named(self, name: str) -> bool:
         """Records the user's name for the current weights, which may be all that is told of new ones.
@@ -68,10 +70,7 @@ class TierVersion:
 
     def _is_empty(self) -> bool:
         """Whether vLLM's cache has no block that a request could use."""
-        pool = self._pool
-        if pool is None:
-            return False
-        return pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 and not len(pool.cached_block_hash_to_block)
+        return self._manager is not None and is_empty(self._manager)
 
     def _rename(self) -> None:
         self._is_clean = self._is_clean or self._is_empty()

@@ -18,7 +18,7 @@ from scheduler_adapters import checkpoints
 from scheduler_adapters.checkpoints import digest_of_checkpoint, digest_of_files
 from scheduler_adapters.vllm.weights import LoadedWeights, named_adapter
 from tests.vllm_engine.engine import Engine, Shape, expected_tokens, make_request, run_until
-from tests.vllm_engine.test_engine import PREFILL, PROMPT, assert_empty, prefilled
+from tests.vllm_engine.test_engine import PREFILL, PROMPT, assert_empty, prefilled, served
 
 Make = Callable[..., Engine]
 EXTRA = {"host": "127.0.0.1", "port": 0, "kv_lease_duration": 600.0}
@@ -256,3 +256,72 @@ def test_a_request_that_waits_for_blocks_while_the_weights_change_does_not_load_
     assert decode.finish_reason("waits") == "error"
     assert "holds pages of another model, because this engine's weights have changed: weights: " in caplog.text
     assert_empty(prefill, decode)
+
+
+def change(engine: Engine, told: str) -> None:
+    """Gives an engine other weights. `told` says how the connector learns of them."""
+    engine.weights += 1
+    if told == "named":
+        engine.connector._scheduling._versions.named(f"v{engine.weights}")
+    else:
+        reload(engine, None)
+
+
+def handed(prefill: Engine, decode: Engine, request_id: str, prompt: list[int]) -> tuple[list[int], bool]:
+    """Runs a prompt at prefill and then at decode. Returns decode's tokens, and whether it has computed the prompt."""
+    prefill.add(request_id, prompt, 1, dict(PREFILL))
+    run_until([prefill], lambda: prefill.finish_reason(request_id))
+    found = [one.kv_transfer_params for one in prefill.outputs if one.request_id == request_id]
+    decode.add(request_id, prompt, 3, found[-1])
+    run_until([prefill, decode], lambda: decode.finish_reason(request_id))
+    return decode.tokens(request_id), sum(step.get(request_id, 0) for step in decode.scheduled) > len(prompt)
+
+
+@pytest.mark.parametrize("told", ["named", "unnamed"])
+@pytest.mark.parametrize("shape", [{}, {"tp_size": 2}, {"windows": (0, 40)}, {"max_batched": 16}], ids=str)
+def test_blocks_of_a_cache_that_was_not_reset_are_not_handed_over_as_those_of_new_weights(
+    make: Make, caplog: Any, shape: Any, told: str
+) -> None:
+    prefill = make("kv_producer", Shape(extra=EXTRA, **shape))
+    decode = make("kv_consumer", Shape(extra=EXTRA, policy="recompute", **shape))
+    served([prefill], "s", PROMPT, 1, None)
+    for engine in (prefill, decode):
+        change(engine, told)
+    longer, other = PROMPT[:64] + PROMPT[::-1], PROMPT[::-1]
+    for number, (prompt, is_old) in enumerate([(longer, True), (PROMPT, True), (other, False), (PROMPT, False)]):
+        assert_empty(prefill, decode)
+        assert decode.scheduler.reset_prefix_cache()
+        if number == 3:
+            assert caplog.text.count("was not reset after the weights had changed") == 1
+            assert prefill.scheduler.reset_prefix_cache()
+        assert handed(prefill, decode, f"r{number}", prompt) == (expected_tokens(prompt, 3, decode.shape, 1), is_old)
+    assert handed(prefill, decode, "last", PROMPT[:90])[1] is False, "what it finds is of the new weights"
+    assert_empty(prefill, decode)
+
+
+def test_a_preempted_request_that_finds_blocks_of_a_cache_that_was_not_reset_loses_its_lease(make: Make) -> None:
+    prefill = make("kv_producer", Shape(extra=EXTRA, blocks=12, max_batched=16))
+    served([prefill], "s", PROMPT[:17], 1, None)
+    change(prefill, "named")
+    prefill.add("local", PROMPT[:76], 40)
+    run_until([prefill], lambda: prefill.tokens("local"))
+    prefill.add("p", PROMPT[::-1][:90], 1, dict(PREFILL))
+    prefill.step()
+    assert prefill.connector._scheduling._sources == {"p"}
+    run_until([prefill], lambda: prefill.finish_reason("p"))
+    assert sum(step.get("p", 0) for step in prefill.scheduled) > 90, "it was not preempted"
+    assert all(one.kv_transfer_params is None for one in prefill.outputs if one.request_id == "p")
+    assert_empty(prefill)
+
+
+def test_a_cache_that_is_reset_before_the_change_is_not_old_if_idle_steps_come_in_between(make: Make) -> None:
+    prefill, decode = make("kv_producer", Shape(extra=EXTRA)), make("kv_consumer", Shape(extra=EXTRA))
+    served([prefill], "s", PROMPT, 1, None)
+    assert prefill.scheduler.reset_prefix_cache()
+    prefill.step()
+    for engine in (prefill, decode):
+        change(engine, "named")
+    prefilled(prefill, "p", PROMPT[:70])
+    params = prefilled(prefill, "q", PROMPT)
+    assert prefill.scheduled[-1]["q"] <= len(PROMPT) - 64, "it has found a prefix"
+    assert served([prefill, decode], "d", PROMPT, 3, params) == expected_tokens(PROMPT, 3, decode.shape, 1)
