@@ -67,6 +67,10 @@ class _Envelope(msgspec.Struct, frozen=True):
     actions: list[_Action]
 
 
+_SOURCES = "pagewire.kv_sources"
+"""Our action for engines whose requests have no `kv_transfer_params`. Its payload is `{"kv_sources": [...]}`."""
+
+
 class _FetchPayload(msgspec.Struct, frozen=True):
     """The payload of the action `kv.fetch`."""
 
@@ -126,6 +130,8 @@ def _envelope(value: Any) -> Iterator[Hint]:
     ignored. Hashes are compared modulo 2**64, because some senders write them with a sign.
     """
     for action in msgspec.convert(value, _Envelope, from_attributes=True).actions:
+        if action.action_type == _SOURCES:
+            yield from _ours(action.payload.get("kv_sources"))
         if action.action_type != "kv.fetch":
             continue
         if action.action_version != "1.0":
@@ -134,6 +140,15 @@ def _envelope(value: Any) -> Iterator[Hint]:
         if fetch.mode != "copy":
             raise ValueError(f"mode {fetch.mode!r}: only 'copy' is known")
         yield Hint((fetch.source_control_endpoint, ""), frozenset(each & _LOW for each in fetch.block_hashes))
+
+
+def sources_in(kv_hints: Any) -> Any:
+    """Returns `kv_sources` of a request's `KvHintsEnvelope`. Returns None if the request does not speak of them."""
+    with suppress(msgspec.ValidationError):
+        for action in msgspec.convert(kv_hints, _Envelope, from_attributes=True).actions:
+            if action.action_type == _SOURCES:
+                return action.payload.get("kv_sources", [])
+    return None
 
 
 def next_sources(own: KVSource, given: Any) -> list[dict[str, Any]]:

@@ -222,6 +222,15 @@ class PeerBlocks(Generic[R]):
         """
         return bool(self._pulls) or self._asks.is_asking
 
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether a pull may still write to blocks."""
+        return bool(self._pulls)
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether a request waits for blocks of other engines."""
+        return request_id in self._waiting
+
     def begin(self, request: R) -> None:
         """Takes the hints of a new request."""
         hints = deque(hint for hint in hints_of(request) if hint.contact[1] != self._connector.config.engine_id)

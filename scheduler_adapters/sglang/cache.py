@@ -28,7 +28,7 @@ import time
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 Pages: TypeAlias = NDArray[np.int32]
 Tokens: TypeAlias = NDArray[np.int64]
 
-_ALGORITHM: HashAlgorithm = "sha256"  # tenants share a server, so an attacker must not be able to construct collisions
+ALGORITHM: HashAlgorithm = "sha256"  # tenants share a server, so an attacker must not be able to construct collisions
 _MAX_TOKEN = (1 << 31) - 1  # digests cover int32 tokens
 
 
@@ -125,6 +125,18 @@ class _HashedIds:
     pages_asked: int = 0
 
 
+class CacheExchange(Protocol):
+    """What lends pages of the cache and fetches those of peers (`exchange.py`)."""
+
+    def end_all(self, reason: str) -> None:
+        """Ends all leases and pulls. Afterwards no page is read or written."""
+        ...
+
+    def close(self) -> None:
+        """Ends everything. Safe to call twice."""
+        ...
+
+
 class PagewireCache(BasePrefixCache):
     """SGLang's prefix cache over our index and page states.
 
@@ -134,7 +146,10 @@ class PagewireCache(BasePrefixCache):
     Attributes:
         pool: the pages and their index. Each `reset` replaces it.
         watch: serves `pagewire top`; None if the cache is not watched.
+        exchange: lends pages to peers and fetches theirs; None without `PAGEWIRE_EXCHANGE`.
     """
+
+    digest_words = DIGEST_BYTES[ALGORITHM] // 8
 
     def __init__(self, params: CacheInitParams) -> None:
         self.disable = False
@@ -142,11 +157,12 @@ class PagewireCache(BasePrefixCache):
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.page_size = params.page_size
         self.device = torch.device(self.token_to_kv_pool_allocator.device)
-        self.root_node = Prefix(np.zeros(0, np.int32), np.zeros((0, DIGEST_BYTES[_ALGORITHM] // 8), np.uint64))
+        self.root_node = Prefix(np.zeros(0, np.int32), np.zeros((0, self.digest_words), np.uint64))
         self._offsets = torch.arange(self.page_size, device=self.device)
         self._hashed: weakref.WeakKeyDictionary[Req, _HashedIds] = weakref.WeakKeyDictionary()
         self._events = self.kv_events = event_recorder(params)  # SGLang reads and removes events from this attribute
         self.watch: Watch | None = None
+        self.exchange: CacheExchange | None = None
         self._served = served_weights()
         self._weights = Weights(self._served.text or None)
         self._served.tell(self)
@@ -158,10 +174,13 @@ class PagewireCache(BasePrefixCache):
 
     def reset(self) -> None:
         """Forgets everything. SGLang clears its own pools at the same time, and no request is running."""
+        if self.exchange is not None:
+            self.exchange.end_all("SGLang flushes its cache")
         num_pages = self.token_to_kv_pool_allocator.size // self.page_size
-        self.pool = PagePool(num_pages, DIGEST_BYTES[_ALGORITHM] // 8)
+        self.pool = PagePool(num_pages, self.digest_words)
         self.pool.allocate(num_pages)  # at first SGLang holds all pages
         self._published = 0
+        self._taken = 0  # pages that pulls fill
         self._locks: Counter[Prefix] = Counter()
         self._hashed.clear()  # earlier results refer to the old index
         self._events.record_all_cleared()
@@ -284,12 +303,12 @@ class PagewireCache(BasePrefixCache):
         return self.pool.free_count * self.page_size
 
     def protected_size(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] - as above
-        """Cached tokens that are locked."""
+        """Cached tokens that are locked, and those of pages that pulls fill."""
         return self.total_size() - self.evictable_size()
 
     def total_size(self) -> int:
-        """Cached tokens."""
-        return self._published * self.page_size
+        """Cached tokens, and those of pages that pulls fill."""
+        return (self._published + self._taken) * self.page_size
 
     def pretty_print(self) -> None:
         """Prints the counts that SGLang reports when it runs out of memory."""
@@ -311,6 +330,69 @@ class PagewireCache(BasePrefixCache):
         if both.size:
             raise InvariantError(f"page {both[0]} is cached here, but free in SGLang's allocator")
 
+    def release_host_resources(self) -> None:
+        """Called when the server ends. Closes the exchange."""
+        if self.exchange is not None:
+            self.exchange.close()
+
+    # ---- called by `exchange.py` and `cached_pages.py`
+
+    def digests_of(self, req: Req) -> Digests:
+        """Returns the digests of the full pages that a waiting request may find cached: uint64 `[pages, words]`."""
+        return self._waiting(req)[1]
+
+    def cached_tokens(self, req: Req) -> int:
+        """Returns how many tokens of a waiting request are cached, in full pages."""
+        return len(self._found(*self._waiting(req)).pages) * self.page_size
+
+    def _waiting(self, req: Req) -> tuple[_HashedIds, Digests]:
+        ids = req.origin_input_ids + req.output_ids
+        limit = max(0, len(ids) - 1)  # SGLang computes the last token in any case
+        if req.return_logprob and req.logprob_start_len >= 0:
+            limit = min(limit, req.logprob_start_len)
+        return self._hashed_of(ids, limit, req.cache_salt, req.extra_key, req)
+
+    def take(self, count: int) -> Pages | None:
+        """Takes free pages from SGLang, at most half of those that are free or can be evicted. None for more."""
+        allocator, need = self.token_to_kv_pool_allocator, count * self.page_size
+        free: int = allocator.available_size()
+        if count <= 0 or 2 * need > free + self.evictable_size():
+            return None
+        if need > free:
+            self.evict(EvictParams(num_tokens=need - free))
+        slots = allocator.alloc(need)
+        if slots is None:
+            return None
+        self._taken += count
+        return self._pages_of(slots)
+
+    def adopt(self, req: Req, pages: Pages, digests: Digests, first: int) -> None:
+        """Publishes taken pages, which a pull has filled.
+
+        Args:
+            req: the request that has waited for them.
+            pages: the pages, from page `first` of the request on.
+            digests: the digests of the request's pages up to the last of them: uint64 `[first + pages, words]`.
+            first: the index of the first page.
+        """
+        self._taken -= len(pages)
+        kept = self.pool.index.publish(pages, digests[first:])
+        is_new = kept == pages
+        self._published += int(is_new.sum())
+        self.pool.release(pages[is_new])
+        if not is_new.all():
+            self._give_back(pages[~is_new])
+        hashed, now = self._waiting(req)
+        if len(now) >= len(digests) and np.array_equal(now[: len(digests)], digests):  # no router needs other names
+            record_stored(
+                self._events, req, hashed.tokens, digests, np.concatenate((np.zeros(first, np.bool_), is_new))
+            )
+
+    def give_up(self, pages: Pages) -> None:
+        """Gives taken pages back to SGLang. Nothing may write to them any more."""
+        self._taken -= len(pages)
+        self._give_back(pages)
+
     # ---- called for `pagewire top`, in a thread of its own
 
     def free_pages(self) -> Pages:
@@ -327,7 +409,9 @@ class PagewireCache(BasePrefixCache):
     def _find(self, key: RadixKey, req: Req | None) -> Prefix:
         if key.is_bigram:
             raise InvalidParamsError("keys of token pairs (EAGLE) are not supported")
-        hashed, digests = self._hashed_of(key.token_ids, key.limit, key.cache_salt, key.extra_key, req)
+        return self._found(*self._hashed_of(key.token_ids, key.limit, key.cache_salt, key.extra_key, req))
+
+    def _found(self, hashed: _HashedIds, digests: Digests) -> Prefix:
         index, found = self.pool.index, hashed.found
         if found is None or found.generation != index.generation or hashed.pages_asked != len(digests):
             pages = index.match(digests)
@@ -366,7 +450,7 @@ class PagewireCache(BasePrefixCache):
         return kept, kept.hasher.digests(kept.tokens, 0, len(tokens) // self.page_size)
 
     def _new_hashed(self, salt: str | None, keys: ExtraKeys, lineage: Lineage) -> _HashedIds:
-        hasher = PrefixHasher(_ALGORITHM, self.page_size, salt, keys, lineage.segments)
+        hasher = PrefixHasher(ALGORITHM, self.page_size, salt, keys, lineage.segments)
         return _HashedIds(hasher, np.zeros(0, np.int64), lineage)
 
     def _publish(self, own: Pages, digests: Digests, protected: int) -> Pages:

@@ -87,13 +87,23 @@ def worker_config(
         engine: `(id of the engine, index of this rank, number of ranks)`.
         host: address of this host.
     """
+    scheduler = queue.scheduler
+    return config_of(found, model_name(scheduler.server_args, scheduler.model_config), settings, engine, host)
+
+
+def model_name(server_args: Any, model_config: Any) -> str:
+    """Returns the name that both sides must have given to the model."""
+    return str(server_args.served_model_name or model_config.model_path)
+
+
+def config_of(found: Caches, model: str, settings: Settings, engine: tuple[str, int, int], host: str) -> WorkerConfig:
+    """Returns the config of one rank of a model with this name. The other arguments are as in `worker_config`."""
     engine_id, rank, ranks = engine
-    model = queue.scheduler.model_config
     return WorkerConfig(
         engine_id=engine_id,
         incarnation=engine_id,
         groups=found.groups,
-        model=str(queue.scheduler.server_args.served_model_name or model.model_path),
+        model=model,
         tp_rank=rank,
         tp_size=ranks,
         timing=settings.timing,

@@ -13,10 +13,14 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
+    from scheduler_adapters.sglang.settings import Settings
+
 BACKEND = "pagewire"
 _PREFILL = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 _DECODE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 QUEUES = (_PREFILL, _DECODE)
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 
 def register() -> None:
@@ -44,9 +48,54 @@ def _build(context: TreeCacheBuildContext) -> BasePrefixCache:
     from scheduler_adapters.sglang.settings import read_settings  # noqa: PLC0415
     from scheduler_adapters.sglang.watch import watch  # noqa: PLC0415
 
-    cache = build(context)
-    watch(cache, read_settings())
+    cache, settings = build(context), read_settings()
+    watch(cache, settings)
+    if settings.exchange:
+        _exchange(cache, context, settings)
     return cache
+
+
+def _exchange(cache: Any, context: TreeCacheBuildContext, settings: Settings) -> None:
+    """Lets a cache exchange pages with peers, and installs the hooks in SGLang that this needs.
+
+    Raises:
+        InvalidEngineError: the scheduler has an unsupported feature, or this version of SGLang lacks a method.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415  (as above)
+
+    from scheduler_adapters.sglang.exchange import exchange_pages  # noqa: PLC0415
+    from transfer.errors import InvalidEngineError  # noqa: PLC0415
+
+    exchange_pages(cache, context, settings)
+    hooks = {
+        f"{_SCHEDULER}.ingest_requests": (_turn, HookType.AFTER),
+        f"{_SCHEDULER}.get_new_batch_prefill": (_hold_back, HookType.AROUND),
+        f"{_STREAMER}.is_request_level_customized_info_key": (_is_whole, HookType.AROUND),
+    }
+    patched = HookRegistry._patched  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  (as below)
+    for target, (hook, kind) in hooks.items():
+        if target not in patched:
+            HookRegistry.register(target, hook, kind)
+    HookRegistry.apply_hooks()
+    if missing := hooks.keys() - patched:
+        raise InvalidEngineError(f"PAGEWIRE_EXCHANGE: this version of SGLang lacks {', '.join(sorted(missing))}")
+
+
+def _turn(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+    if (exchange := getattr(scheduler.tree_cache, "exchange", None)) is not None:
+        exchange.step(scheduler)
+
+
+def _hold_back(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
+    if (exchange := getattr(scheduler.tree_cache, "exchange", None)) is None:
+        return original(scheduler, *args, **options)
+    with exchange.holding_back(scheduler):
+        return original(scheduler, *args, **options)
+
+
+def _is_whole(original: Callable[..., Any], streamer: Any, key: str) -> Any:
+    """SGLang has one value for each token of an answer in mind, unless the key is of the whole answer."""
+    return key == "kv_sources" or original(streamer, key)
 
 
 def _register_transfer() -> None:

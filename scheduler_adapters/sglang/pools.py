@@ -27,7 +27,10 @@ class Caches(NamedTuple):
     tensors: dict[str, tuple[torch.Tensor, ...]]
 
 
-def caches_of(pool: Any, *, tp_size: int, total_kv_heads: int, window: int) -> Caches:
+_BACKEND = "--disaggregation-transfer-backend pagewire"
+
+
+def caches_of(pool: Any, *, tp_size: int, total_kv_heads: int, window: int, asked: str = _BACKEND) -> Caches:
     """Returns the parts of a pool that are transferred.
 
     Args:
@@ -35,6 +38,7 @@ def caches_of(pool: Any, *, tp_size: int, total_kv_heads: int, window: int) -> C
         tp_size: number of ranks that the heads are split over.
         total_kv_heads: KV heads of the model.
         window: SGLang's window size, which excludes the current token.
+        asked: the option that needs this, for a message.
 
     Raises:
         InvalidEngineError: the pool's type or shape is not supported.
@@ -43,20 +47,17 @@ def caches_of(pool: Any, *, tp_size: int, total_kv_heads: int, window: int) -> C
     if type(pool) is SWAKVPool:
         parts = [(pool.full_kv_pool, 0), (pool.swa_kv_pool, window + 1)]
         if window < 1 or pool.full_kv_pool.layer_num < 1:
-            raise InvalidEngineError(
-                f"--disaggregation-transfer-backend pagewire: a pool with only a window (of {window} tokens) is not "
-                "supported"
-            )
+            raise InvalidEngineError(f"{asked}: a pool with only a window (of {window} tokens) is not supported")
     groups: list[GroupConfig] = []
     tensors: dict[str, tuple[torch.Tensor, ...]] = {}
     for part, reach in parts:
-        layers = dict(_layers(part))
+        layers = dict(_layers(part, asked))
         tensors |= {f"layer.{number}": found for number, found in layers.items()}
         groups.append(_group(part, list(layers), reach, tp_size, total_kv_heads))
     return Caches(tuple(groups), tensors)
 
 
-def _layers(pool: Any) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
+def _layers(pool: Any, asked: str) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
     """Yields each layer's index in the model, and its tensors, split into pages.
 
     The token slot with the number `slot` lies in page `slot // page_size`.
@@ -68,9 +69,7 @@ def _layers(pool: Any) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
         buffers = [(buffer[:, 0],) for buffer in pool.kv_buffer]
     else:
         shape = {name: getattr(pool, name, None) for name in ("kv_cache_layout", "head_dim", "v_head_dim")}
-        raise InvalidEngineError(
-            f"--disaggregation-transfer-backend pagewire does not support the pool {type(pool).__name__} with {shape}"
-        )
+        raise InvalidEngineError(f"{asked} does not support the pool {type(pool).__name__} with {shape}")
     for number, sides in zip(pool.model_layer_ids, buffers, strict=True):
         pages = sides[0].shape[0] // pool.page_size
         yield number, tuple(side[: pages * pool.page_size].unflatten(0, (pages, pool.page_size)) for side in sides)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from transfer.connector.config import Timing
 from transfer.errors import InvalidEngineError
@@ -24,6 +25,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         lease_s: seconds that prefill keeps pages without a message from decode.
         load_s: seconds after which a read that has not ended fails.
         watch: the endpoint where `pagewire top` may watch our cache, as in `ManagerWatch`; empty for none.
+        exchange: the endpoint where peers ask for cached pages; empty if none are lent or asked for.
+        lend: the fraction of the pages that peers may hold at the same time; 0 for none.
+        ask_s: seconds that peers may take to say which pages of a prompt they have.
     """
 
     secret: str = ""
@@ -31,6 +35,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = _TIMING.lease
     load_s: float = _TIMING.load
     watch: str = ""
+    exchange: str = ""
+    lend: Annotated[float, Meta(ge=0, le=1)] = 0.25
+    ask_s: Annotated[float, Meta(gt=0, le=60)] = 0.05
 
     @property
     def timing(self) -> Timing:

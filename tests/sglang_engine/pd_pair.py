@@ -151,6 +151,11 @@ class Server:
             time.sleep(0.02)
         raise AssertionError(f"{self.role}: room {room} is in phase {found!r}, expected {phase!r}:\n{self.tail()}")
 
+    def exchange(self) -> dict[str, Any]:
+        """Returns how many pages the server has lent, what came of its questions to peers, and how peers name it."""
+        self.ask("exchange")
+        return self._until("exchange", ANSWER_S)
+
     def update(
         self, model: Path, version: str | None = None, *, flush: bool = True, between_chunks: bool = False
     ) -> str:

@@ -27,6 +27,7 @@ os.environ |= {
     "TORCH_COMPILE_DISABLE": "1",  # With several ranks, compiling takes a minute.
 }
 
+import msgspec  # noqa: E402
 import torch  # noqa: E402
 import zmq  # noqa: E402
 from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
@@ -41,7 +42,9 @@ from sglang.srt.managers.io_struct import (  # noqa: E402
     UpdateWeightFromDiskReqOutput,
     sock_recv,
     sock_send,
+    unwrap_from_pickle,
 )
+from sglang.srt.managers.kv_hints import decode_kv_hints_envelope  # noqa: E402
 from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
 from sglang.srt.models import registry  # noqa: E402, F401  (imports every model, which takes seconds)
 from sglang.srt.plugins import load_plugins  # noqa: E402
@@ -49,6 +52,7 @@ from sglang.srt.runtime_context import SpawnRanks, publish  # noqa: E402
 from sglang.srt.server_args import PortArgs, ServerArgs  # noqa: E402
 from sglang.srt.utils.network import get_zmq_socket  # noqa: E402
 
+from scheduler_adapters.sglang.weights import served_weights  # noqa: E402
 from tests.sglang_engine.tokenized import tokenized  # noqa: E402
 from transfer.nixl.agent import Agent  # noqa: E402
 
@@ -131,17 +135,23 @@ class Tokenizer:
             elif isinstance(output, FlushCacheReqOutput):
                 self.say(flushed=output.success)
             elif isinstance(output, BatchTokenIDOutput):
+                infos: Any = unwrap_from_pickle(output.customized_info) or {}
                 for place, name in enumerate(output.rids):
                     self.say(
                         name=name,
                         tokens=list(output.output_ids[place]) if output.output_ids else [],
                         finished=output.finished_reasons[place],
                         cached=output.cached_tokens[place],
+                        sources=infos.get("kv_sources", {place: None})[place],
                     )
 
-    def generate(self, name: str, prompt: list[int], new: int, room: int = 0, host: str = "", port: int = 0) -> None:
+    def generate(
+        self, name: str, prompt: list[int], new: int, room: int = 0, host: str = "", port: int = 0, **fields: Any
+    ) -> None:
         pair = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room} if room else {}
-        self._send(tokenized(name, prompt, new, **pair))
+        if "kv_hints" in fields:
+            fields["kv_hints"] = decode_kv_hints_envelope(fields["kv_hints"])
+        self._send(tokenized(name, prompt, new, **pair, **fields))
 
     def abort(self, name: str) -> None:
         self._send(AbortReq(rid=name))
@@ -184,6 +194,13 @@ class Tokenizer:
                 "idle": int(not scheduler.is_fully_idle()),
             }
         )
+
+    def exchange(self) -> None:
+        """Returns how many pages were lent, what came of questions to peers, and how peers name this server."""
+        exchange = self.scheduler.tree_cache.exchange
+        said = {"source": msgspec.to_builtins(exchange.source), "compatibility": exchange.compatibility}
+        said |= {"weights": served_weights().text}
+        self.say(exchange=exchange.counts | said)
 
     def phase(self, room: int) -> None:
         """Returns SGLang's own name for the state of a room. The result is empty if there is no state."""
@@ -235,6 +252,7 @@ def main(options: Options, connection: Connection) -> None:
             str(cores[rank % len(cores)]) for rank in range(options.tp)
         )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(name)s %(message)s")
+    logging.getLogger("pagewire").setLevel(logging.INFO)  # SGLang has set the level of the others
     # On SIGUSR1 the process prints a traceback to its log. This shows why a process hangs.
     faulthandler.register(signal.SIGUSR1)
     arguments = server_arguments(options)
@@ -253,6 +271,7 @@ def main(options: Options, connection: Connection) -> None:
     threading.Thread(target=tokenizer.run, daemon=True).start()
     tokenizer.say(ready=True)
     scheduler.run_event_loop()
+    scheduler.tree_cache.release_host_resources()  # as SGLang does when a server ends
     manager = manager_of(scheduler)
     if manager is not None:
         manager.shutdown()

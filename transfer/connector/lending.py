@@ -78,6 +78,9 @@ class BlockLending:
         kinds: the kind of each group, as in a `BlockTable`.
         ring: called when a query has come, on the handshake server's thread. The engine's thread must then call `poll`
             and run a step.
+        kind: what the blocks hold, in words that a query must repeat.
+        table_key: the key with which the ranks' metadata say that block tables are sealed. Only a `PageExchange` needs
+            it, because it pulls by block tables.
     """
 
     slab_pages = 0
@@ -90,6 +93,9 @@ class BlockLending:
         tables: int,
         kinds: tuple[str, ...],
         ring: Callable[[], None],
+        *,
+        kind: str = KIND,
+        table_key: bytes = b"",
     ) -> None:
         self.contents = self
         self._connector, self._blocks, self._kinds = connector, blocks, kinds
@@ -100,10 +106,10 @@ class BlockLending:
             self._grant,
             ring,
             limits=limits,
-            kind=KIND,
+            kind=kind,
             tables=tables,
             key=connector.key,
-            seals=TableSeals(new_table_key()),  # not used: the readers' workers ask for the blocks of their lease
+            seals=TableSeals(table_key or new_table_key()),
         )
 
     def answer(self, query: ContentQuery) -> LeaseReply:

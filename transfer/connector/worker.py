@@ -47,12 +47,14 @@ class NixlConnectorWorker(Uncopied):
         config: the rank, and the layout of its caches.
         keyring: keys for the side channel. If it is None, the keys are derived from the config's shared secret; without
             a secret, the sockets are plain.
+        table_key: as in `BlockLending`.
 
     Raises:
         InvalidEngineError: no worker can be created from the config.
     """
 
-    def __init__(self, config: WorkerConfig, keyring: Keyring | None = None) -> None:
+    def __init__(self, config: WorkerConfig, keyring: Keyring | None = None, *, table_key: bytes = b"") -> None:
+        self._table_key = table_key
         self._thread: TransferThread | None = None
         self._rank: RankTransfer | None = None
         self._host: HostBuffers | None = None
@@ -117,6 +119,7 @@ class NixlConnectorWorker(Uncopied):
             ranks=config.ranks,
             compatibility=config.fingerprint(),
             key=self._key,
+            table_key=self._table_key,
         )
         self._rank = RankTransfer(identity, memory, checks=config.page_checks, verify=config.verify)
         secure = None if self._keyring is None else self._keyring.secure_client
