@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import deque
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,13 +28,13 @@ from scheduler_adapters.peers.hints import next_sources, sources_in
 from scheduler_adapters.peers.peer_blocks import PeerBlocks, give_back
 from scheduler_adapters.sglang.cache import PagewireCache
 from scheduler_adapters.sglang.cached_pages import CachedPages, QueuedPrompt
+from scheduler_adapters.sglang.delayed import DelayedWork
 from scheduler_adapters.sglang.engine import config_of, model_name, new_engine_id
 from scheduler_adapters.sglang.pools import caches_of
 from scheduler_adapters.sglang.settings import Settings
 from scheduler_adapters.sglang.weights import served_weights
 from transfer.connector.config import GroupConfig
 from transfer.connector.lending import BlockLending
-from transfer.connector.metadata import ConnectorMetadata
 from transfer.connector.scheduler import NixlConnectorScheduler
 from transfer.connector.worker import NixlConnectorWorker
 from transfer.errors import InvalidEngineError
@@ -121,8 +120,7 @@ class PageExchanger:
         self._connector.set_handshake_metadata({0: self._worker.get_handshake_metadata()})
         self._peers = self._reader(pages, kind, settings.ask_s)
         self._queued: dict[str, QueuedPrompt] = {}
-        self._planned: deque[tuple[int, ConnectorMetadata]] = deque()
-        self._turn = 0
+        self._delayed = DelayedWork()
         self._sleeper: Any = None
         where = config.engine_id, self._connector.address
         logger.info("engine %s at %s exchanges cached pages with peers that have %s", *where, self.compatibility)
@@ -163,16 +161,12 @@ class PageExchanger:
         self._run(1 if is_running else 0)
 
     def _run(self, turns: int) -> None:
-        self._turn += 1
         self._lending.poll()
         self._peers.poll()
         self._peers.returned(self._peers.marker)
         self._peers.measure()
-        metadata = self._connector.build_metadata()
-        if metadata != ConnectorMetadata():
-            self._planned.append((self._turn + turns, metadata))
-        while self._planned and self._planned[0][0] <= self._turn:
-            self._worker.start_load_kv(self._planned.popleft()[1])
+        for work in self._delayed.turn(self._connector.build_metadata(), turns):
+            self._worker.start_load_kv(work)
         progress = self._connector.update(0, self._worker.take_output())
         self._lending.update(progress)
         self._peers.update(progress)

@@ -151,6 +151,11 @@ class Server:
             time.sleep(0.02)
         raise AssertionError(f"{self.role}: room {room} is in phase {found!r}, expected {phase!r}:\n{self.tail()}")
 
+    def unmeasure(self) -> None:
+        """Makes the server ask peers even where it has measured that computing is quicker."""
+        self.ask("unmeasure")
+        assert self._until("unmeasured", ANSWER_S)
+
     def exchange(self) -> dict[str, Any]:
         """Returns how many pages the server has lent, what came of its questions to peers, and how peers name it."""
         self.ask("exchange")

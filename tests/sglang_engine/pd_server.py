@@ -52,6 +52,7 @@ from sglang.srt.runtime_context import SpawnRanks, publish  # noqa: E402
 from sglang.srt.server_args import PortArgs, ServerArgs  # noqa: E402
 from sglang.srt.utils.network import get_zmq_socket  # noqa: E402
 
+from scheduler_adapters.pull_or_compute import PullOrCompute  # noqa: E402
 from scheduler_adapters.sglang.weights import served_weights  # noqa: E402
 from tests.sglang_engine.tokenized import tokenized  # noqa: E402
 from transfer.nixl.agent import Agent  # noqa: E402
@@ -199,8 +200,15 @@ class Tokenizer:
         """Returns how many pages were lent, what came of questions to peers, and how peers name this server."""
         exchange = self.scheduler.tree_cache.exchange
         said = {"source": msgspec.to_builtins(exchange.source), "compatibility": exchange.compatibility}
-        said |= {"weights": served_weights().text}
+        sleeper = self.scheduler.idle_sleeper
+        is_woken = sleeper is not None and exchange._bell.fileno() in sleeper.poller
+        said |= {"weights": served_weights().text, "is_woken": is_woken}
         self.say(exchange=exchange.counts | said)
+
+    def unmeasure(self) -> None:
+        """Makes the server ask peers whatever it has measured: computing the small model is often quicker."""
+        self.scheduler.tree_cache.exchange._peers.estimate = PullOrCompute()
+        self.say(unmeasured=True)
 
     def phase(self, room: int) -> None:
         """Returns SGLang's own name for the state of a room. The result is empty if there is no state."""

@@ -10,14 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from scheduler_adapters.hf.runner import HFRunner, attend_over_pages, kv_params_of, load_model, manager_for
 from scheduler_adapters.loop import Request, ServingLoop
+from scheduler_adapters.sglang.settings import Settings
 from tests.sglang_engine.pd_pair import ANSWER_S, NEW, Options, Server, free_port
 from transfer import Lent, PageExchange, PullEvent
+from transfer.errors import InvalidEngineError
 
 pytestmark = pytest.mark.timeout(600)
 PROMPT = [3 + place % 90 for place in range(300)]
@@ -34,7 +37,10 @@ def _server(model: Path, page_size: int, log: Path, **more: Any) -> Server:
 @pytest.fixture(scope="module")
 def peers(model_dir: Path, page_size: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
     logs = tmp_path_factory.mktemp("peers")
-    made = _server(model_dir, page_size, logs / "a.log"), _server(model_dir, page_size, logs / "b.log")
+    made = (
+        _server(model_dir, page_size, logs / "a.log", sleep_on_idle=True),
+        _server(model_dir, page_size, logs / "b.log"),
+    )
     try:
         for server in made:
             server.wait_ready()
@@ -64,6 +70,7 @@ def hints(*sources: dict[str, Any]) -> dict[str, Any]:
 def clear(server: Server) -> None:
     server.wait_usage()  # SGLang refuses to flush while a request runs
     server.flush()
+    server.unmeasure()
 
 
 def source_of(server: Server) -> dict[str, Any]:
@@ -160,20 +167,23 @@ def test_a_source_that_is_gone_or_no_source_costs_computed_tokens_only(
         clear(other)
 
 
-def test_a_flush_ends_leases_and_the_pages_of_a_waiting_request_are_given_up(
+def test_a_flush_ends_leases_and_no_request_waits_for_a_pull_that_does_not_end(
     empty: Peers, expected: Callable[[list[int]], list[int]]
 ) -> None:
     one, other = empty
     asked(one, PROMPT)
     other.hold(on=True)
-    other.ask("generate", name="held", prompt=PROMPT, new=NEW, kv_hints=hints(source_of(one)))
-    other.wait_reads()
-    assert one.usage()["locked"]  # the leased pages
-    one.flush()
-    asked(one, [5] * 290)  # overwrites the pages
-    other.ask("abort", name="held")
-    assert other.answer("held")["finished"]["type"] == "abort"
-    other.hold(on=False)
+    try:
+        other.ask("generate", name="held", prompt=PROMPT, new=NEW, kv_hints=hints(source_of(one)))
+        other.wait_reads()
+        assert one.usage()["locked"]  # the leased pages
+        one.flush()
+        asked(one, [5] * 290)  # overwrites the pages
+        answer = other.answer("held")
+        assert (answer["tokens"], answer["cached"]) == (expected(PROMPT), 0)
+        assert other.usage()["locked"]  # the READ may still write to these pages
+    finally:
+        other.hold(on=False)
     other.wait_usage()
     assert asked(other, PROMPT)["tokens"] == expected(PROMPT)
 
@@ -297,3 +307,23 @@ def test_what_must_agree_with_a_hugging_face_loop_is_named(
     assert (tokens, found) == (expected(PROMPT), 0)
     assert name in error
     assert "another one" in error
+
+
+def test_a_question_wakes_a_scheduler_that_sleeps(empty: Peers) -> None:
+    assert [server.exchange()["is_woken"] for server in empty] == [True, False]  # the second one does not sleep
+
+
+@pytest.mark.parametrize(
+    ("ranks", "place", "words"),
+    [
+        (2, "tcp://127.0.0.1:0", "does not support --tp-size 2"),
+        (1, "127.0.0.1:0", "'127.0.0.1:0': tcp://HOST:PORT is needed"),
+    ],
+)
+def test_what_is_not_supported_is_named_at_startup(engine: Any, ranks: int, place: str, words: str) -> None:
+    from scheduler_adapters.sglang.exchange import exchange_pages
+
+    context: Any = SimpleNamespace(tp_size=ranks, server_args=engine.scheduler.server_args)
+    with pytest.raises(InvalidEngineError, match=words):
+        exchange_pages(engine.cache, context, Settings(exchange=place))
+    assert engine.cache.exchange is None
