@@ -28,7 +28,21 @@ from kvcache import (
 )
 from kvcache.pool.lru_order import LruOrder
 from kvcache.replica.hashing import PrefixHasher
-from kvcache.weights import Lineage, Segment, Segments, Weights, last_name, named_version, version_bytes
+from kvcache.weights import (
+    MUST,
+    UNSAID,
+    Lineage,
+    Segment,
+    Segments,
+    Weights,
+    first_own_page,
+    followed_by,
+    has_keys,
+    keys_of,
+    last_name,
+    named_version,
+    version_bytes,
+)
 from tests.kvcache.build import manager_of, run_once
 from tests.kvcache.random_model.interrupts import interrupted
 from tests.kvcache.served import Served
@@ -125,6 +139,71 @@ def test_a_lineage_keeps_the_segments_with_published_pages() -> None:
 
 
 # ---- new and waiting requests
+
+
+def test_a_version_is_as_old_as_the_switches_since_it_was_last_current() -> None:
+    weights = Weights("1")
+    assert (weights.now, weights.left) == (Lineage((Segment(0, version_bytes("", "1")),), 0), {})
+    for version in "2134":
+        weights.switch(version)
+    of = {version_bytes("", one): one for one in "1234"}
+    ages = [[of[version] for version in weights.recent(most)] for most in range(5)]
+    assert ages == [[], ["3"], ["3", "1"], ["3", "1", "2"], ["3", "1", "2"]]
+    assert [of[version] for version in weights.numbers] == ["1", "2", "3", "4"]
+    weights.switch("3")
+    assert [of[version] for version in weights.recent(4)] == ["4", "1", "2"], (
+        "the current version is not an earlier one"
+    )
+    assert of[weights.before] == "4"
+
+
+A, B = b"a", b"b"
+
+
+def test_segments_of_one_version_are_one_unless_a_request_alone_knows_them() -> None:
+    two = (Segment(0, A), Segment(3, B))
+    assert followed_by((Segment(0, A),), 2, B) == (Segment(0, A), Segment(2, B))
+    assert followed_by((Segment(0, A),), 2, A) == (Segment(0, A),)
+    assert followed_by(two, 5, B) == two
+    assert followed_by(two, 5, A) == (*two, Segment(5, A))
+    assert followed_by(two, 3, B) == two
+    assert followed_by(two, 3, A) == (Segment(0, A),)
+    assert followed_by(two, 0, A) == (Segment(0, A),)
+    marked = (Segment(0, A), Segment(3, A, b"m"))
+    assert followed_by(marked, 5, A) == (*marked, Segment(5, A))
+
+
+def test_what_names_the_pages_of_segments_besides_the_first_version() -> None:
+    plain, two, marked = (Segment(0, A),), (Segment(0, A), Segment(3, B)), (Segment(0, A, b"m"),)
+    assert [first_own_page(one) for one in (UNSAID, plain, two, marked, (*plain, Segment(4, A, b"m")))] == [
+        1 << 62, 1 << 62, 3, 0, 4,
+    ]  # fmt: skip
+    assert [has_keys(one) for one in (UNSAID, plain, two, marked)] == [False, False, True, True]
+    assert keys_of(plain, 4) == ()
+    assert keys_of(two, 4) == ((12, b"\0=b"),)
+    assert keys_of(marked, 4) == ((0, b"\1m=a"),)
+    assert keys_of((Segment(0, A), Segment(2)), 4) == ((8, b"\0"),)
+
+
+def test_the_name_of_a_segment_tells_all_segments_before_it() -> None:
+    chains = [
+        (Segment(0, first), *rest)
+        for first in (A, B, None)
+        for rest in ((), (Segment(2, B),), (Segment(3, B),), (Segment(2, B, b"m"),), (Segment(2),))
+    ]
+    names = [last_name(one) for one in chains]
+    assert len({*names}) == len(names)
+    assert {len(name) for one, name in zip(chains, names, strict=True) if len(one) > 1} == {16, 17}
+    assert names[0] == A
+    assert last_name((Segment(0),)) == b""
+    assert last_name(chains[1], 1) == A
+    assert last_name(chains[1], 2) == names[1]
+    assert [named_version(name) for name in (None, b"", b"\x01")] == 2 * ["of no given version"] + ["01"]
+
+
+def test_of_two_switches_the_stricter_one_counts_and_a_stop_counts_most() -> None:
+    assert MUST["finish"] == 0
+    assert MUST["finish"] < MUST["recompute"] < MUST["stop"]
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "xxh3_128"])

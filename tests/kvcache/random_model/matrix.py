@@ -42,7 +42,7 @@ ONE_OF = tuple(
             ("weights", one)
             for one in (
                 *("states apart", "states in slabs", "host", "files", "objects", "draft layers", "hints", "imports"),
-                *("lends", "hostile", "interrupts", "overlap", "tails", "late copies"),
+                *("interrupts", "overlap", "tails", "late copies"),
             )
         ),
     )

@@ -1147,6 +1147,8 @@ class Moves:
         asked = Request(
             context, at, 0, context.tokens.tolist(), [{} for _ in replica.tables], [0] * len(replica.tables)
         )
+        if "weights" in self.features:  # a reader asks for pages of the current version alone
+            asked.weights = ((0, self.books.switches.name(self.books.switches.now)),)
         names, states = self.books.names, bool(self.manager.states)
         end = replica.resume(
             asked,
