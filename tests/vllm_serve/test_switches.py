@@ -24,7 +24,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -81,6 +81,24 @@ class Fresh:
         runs = ([(old, every[:split]), (new, every[split:])] for split in splits)
         return max(first([not said for said in self._says(run, prompt, tokens)]) for run in runs)
 
+    def says_beside(self, old: int, new: int, prompt: Sequence[int], tokens: Sequence[int]) -> int:
+        """As `says_after`, if a request finds its first blocks in its server's old cache and loads the others."""
+        from transformers import DynamicCache
+
+        last, most = len(prompt) - 1, 0
+        for split in range(BLOCK, last, BLOCK):
+            caches = {of: DynamicCache() for of in (old, new)}
+            with torch.inference_mode():
+                for of, cache in caches.items():
+                    self._models[of](torch.tensor([prompt[:last]]), past_key_values=cache)
+                for found, loaded in zip(caches[old].layers, caches[new].layers, strict=True):
+                    loaded.keys = torch.cat([found.keys[:, :, :split], loaded.keys[:, :, split:]], 2)
+                    loaded.values = torch.cat([found.values[:, :, :split], loaded.values[:, :, split:]], 2)
+                rest = torch.tensor([[*prompt[last:], *tokens]])
+                logits = self._models[new](rest, past_key_values=caches[new]).logits[0, :-1]
+            most = max(most, first([not said for said in self._are_said(logits, tokens)]))
+        return most
+
     def _says(self, runs: Sequence[tuple[int, list[int]]], prompt: Sequence[int], tokens: Sequence[int]) -> list[bool]:
         from transformers import DynamicCache
 
@@ -88,6 +106,9 @@ class Fresh:
         with torch.inference_mode():
             rows = [self._models[of](torch.tensor([run]), past_key_values=cache).logits[0] for of, run in runs]
         logits = torch.cat(rows)[len(prompt) - 1 : -1]
+        return self._are_said(logits, tokens)
+
+    def _are_said(self, logits: Any, tokens: Sequence[int]) -> list[bool]:
         said = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         return (logits.max(1).values - said < CLOSE).tolist()
 
@@ -198,29 +219,25 @@ class Switched:
 def switch(rng: random.Random, prefill: Switched, decode: Switched, known: Known) -> None:
     """Gives both servers other weights, one after the other or at the same time.
 
-    A prefill server whose cache was not reset hands over KV of both versions. Decode therefore resets its own last.
+    A server whose cache was not reset mixes versions for a while, but hands nothing of before to the other one.
     """
     order = rng.sample((prefill, decode), 2)
+    mixes_s = rng.choice((0.2, 1.0))
 
     def change(side: Switched) -> None:
-        if known.pause == "uncleared":
+        with side.timeline.switch(known):
             side.change(known)
-        else:
-            with side.timeline.switch(known):
-                side.change(known)
+            if known.pause == "uncleared":
+                time.sleep(mixes_s)
+                side.clear()
 
-    with ExitStack() as stack:
-        for side in order if known.pause == "uncleared" else ():
-            stack.enter_context(side.timeline.switch(known))
-        if rng.random() < 0.3:
-            with ThreadPoolExecutor(2) as both:
-                list(both.map(change, order))
-        else:
-            for side in order:
-                change(side)
-                time.sleep(rng.choice((0.0, 0.05, 0.4)))
-        for side in (prefill, decode) if known.pause == "uncleared" else ():
-            side.clear()
+    if rng.random() < 0.3:
+        with ThreadPoolExecutor(2) as both:
+            list(both.map(change, order))
+    else:
+        for side in order:
+            change(side)
+            time.sleep(rng.choice((0.0, 0.05, 0.4)))
 
 
 class Load:
@@ -343,9 +360,17 @@ class Load:
             return "begun anew"
         for old, new in pairwise(known):
             anew = size - first([not one for one in reversed(said[new.version])])  # from here on, `new` says all
-            if anew <= self.fresh.says_after(old.version, new.version, prompt, tokens):
-                return f"mixed by {new.pause}"
+            if how := self._how_mixed(old.version, new, prompt, tokens, anew):
+                return how
         return "wrong"
+
+    def _how_mixed(self, old: int, new: Known, prompt: Sequence[int], tokens: Sequence[int], anew: int) -> str:
+        """Returns why the `tokens` before `anew` are of both versions; empty if nothing explains them."""
+        if anew <= self.fresh.says_after(old, new.version, prompt, tokens):
+            return f"mixed by {new.pause}"
+        if new.pause == "uncleared" and anew <= self.fresh.says_beside(old, new.version, prompt, tokens):
+            return "loaded beside an old cache"
+        return ""
 
     def stop(self) -> None:
         self._stop.set()
