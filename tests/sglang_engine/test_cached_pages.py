@@ -106,7 +106,7 @@ def test_a_pull_may_evict_cached_pages(engine: Any, pages: Any) -> None:
 
 def test_filled_pages_are_found_and_those_that_were_computed_meanwhile_are_kept(engine: Any, pages: Any) -> None:
     size = engine.page_size
-    computed(engine, "a", PROMPT[: 2 * size + 1])
+    computed(engine, "a", [*PROMPT[: 2 * size], 1])
     waiting = queued(engine, "b", PROMPT)
     free = engine.allocator.available_size()
     taken = pages.take(1, 4)  # page 1 is cached, pages 2 and 3 are not
