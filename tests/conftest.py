@@ -47,6 +47,12 @@ def pytest_configure() -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+    if importlib.util.find_spec("hypothesis"):  # environments of engines lack it
+        from hypothesis import settings
+
+        # On a busy machine, a case may take longer than hypothesis allows by default.
+        settings.register_profile("busy", deadline=None)
+        settings.load_profile("busy")
     adopt()
     if not _among_engines():
         sockets_are_checked()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from hypothesis import settings
 
 import kvcache
 from tests.isolation import surroundings_stay
@@ -97,3 +98,8 @@ def test_a_file_that_is_left_in_the_working_directory_is_found(tmp_path: Path, m
         Path("left").touch()
     with surroundings_stay():
         Path("left").write_text("again")
+
+
+def test_no_property_fails_because_the_machine_is_busy() -> None:
+    assert settings.default is not None
+    assert settings.default.deadline is None
