@@ -67,7 +67,7 @@ class LayerGroup:
 
     def first_seen(self, position: Positions) -> Positions:
         """Returns the first token that a query at each position sees."""
-        if self.keeps_all:
+        if not self.window:
             return position * 0
         if self.kind == "chunked":
             return position - position % self.window

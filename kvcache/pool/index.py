@@ -69,9 +69,38 @@ class PrefixIndex:
         # it for every page.
         self.tables = np.zeros(num_pages + 1, np.int16)
 
-    def find(self, digests: Digests) -> Pages:
-        """Returns the published page of each digest, or `NO_PAGE`: int32 `[len(digests)]`."""
-        return self._find(digests, self._buckets(digests))
+    def find(self, digests: Digests, buckets: Buckets | None = None) -> Pages:
+        """Returns the published page of each digest, or `NO_PAGE`: int32 `[len(digests)]`.
+
+        `buckets` are those of the digests, if the caller has them.
+        """
+        if buckets is None:
+            buckets = self._buckets(digests)
+        found = np.zeros(len(digests), np.int32)
+        wanted, open_at, current = digests[:, 0], None, self._heads[buckets]
+        while len(current) > _FEW:
+            at = current.astype(INDEX)
+            equal = self._words[at] == wanted
+            if np.count_nonzero(equal):
+                hits = equal.nonzero()[0]  # `nonzero` takes half the time of `flatnonzero`
+                found[hits if open_at is None else open_at[hits]] = current[hits]
+                at[hits] = NO_PAGE
+            current = self._links[at]
+            left = current.nonzero()[0]  # the indices of the digests whose chains have not been followed to the end yet
+            open_at = left if open_at is None else open_at[left]
+            current, wanted = current[left], wanted[left]
+        at_end = range(len(current)) if open_at is None else open_at.tolist()
+        word_of, link_of = self._words.item, self._links.item
+        for number, page, word in zip(at_end, current.tolist(), wanted.tolist(), strict=True):
+            while page != NO_PAGE and word_of(page) != word:
+                page = link_of(page)  # noqa: PLW2901 - along the chain
+            found[number] = page
+        if not (hits := found.nonzero()[0]).size:
+            return found
+        pages, asked = (found, digests) if hits.size == len(found) else (found[hits], digests.take(hits, axis=0))
+        if self._digests.take(pages, axis=0).tobytes() != asked.tobytes():
+            self._find_exactly(found, digests, buckets)
+        return found
 
     def may_have(self, digests: Digests) -> bool:
         """Whether a published page may have the first digest. A cheap test, which compares only the first 64 bits."""
@@ -94,7 +123,7 @@ class PrefixIndex:
         Returns the page that now has each digest. If a page was already published under a digest, it keeps the digest.
         """
         buckets = self._buckets(digests)
-        winners = self._find(digests, buckets)
+        winners = self.find(digests, buckets)
         # For few pages, `count_nonzero` takes a fourth of the time of `any` and `all`.
         if not np.count_nonzero(winners):
             self._insert(pages, digests, buckets)
@@ -192,33 +221,6 @@ class PrefixIndex:
             current = self._links[current]
         if steps != len(linked):
             raise InvariantError(f"{len(linked)} pages are published, but the chains have {steps} pages")
-
-    def _find(self, digests: Digests, buckets: Buckets) -> Pages:
-        found = np.zeros(len(digests), np.int32)
-        wanted, open_at, current = digests[:, 0], None, self._heads[buckets]
-        while len(current) > _FEW:
-            at = current.astype(INDEX)
-            equal = self._words[at] == wanted
-            if np.count_nonzero(equal):
-                hits = equal.nonzero()[0]  # `nonzero` takes half the time of `flatnonzero`
-                found[hits if open_at is None else open_at[hits]] = current[hits]
-                at[hits] = NO_PAGE
-            current = self._links[at]
-            left = current.nonzero()[0]  # the indices of the digests whose chains have not been followed to the end yet
-            open_at = left if open_at is None else open_at[left]
-            current, wanted = current[left], wanted[left]
-        at_end = range(len(current)) if open_at is None else open_at.tolist()
-        word_of, link_of = self._words.item, self._links.item
-        for number, page, word in zip(at_end, current.tolist(), wanted.tolist(), strict=True):
-            while page != NO_PAGE and word_of(page) != word:
-                page = link_of(page)  # noqa: PLW2901 - along the chain
-            found[number] = page
-        if not (hits := found.nonzero()[0]).size:
-            return found
-        pages, asked = (found, digests) if hits.size == len(found) else (found[hits], digests.take(hits, axis=0))
-        if self.digests_of(pages).tobytes() != asked.tobytes():
-            self._find_exactly(found, digests, buckets)
-        return found
 
     def _find_exactly(self, found: Pages, digests: Digests, buckets: Buckets) -> None:
         """Replace each page in `found` with the page in the same chain whose whole digest is equal.

@@ -17,9 +17,9 @@ from kvcache.layer_groups import LayerGroup, Positions, TableGroup
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages_below import Asked
 from kvcache.replica.block_table import BlockTable, ImportPart
-from kvcache.replica.context import ContextIndices, chunk_end
 from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 
+_NO_PAGES: Pages = np.zeros(0, np.int32)
 ColumnSet = Rows
 """ColumnSet of a row, in ascending order: an array, or a slice if they are consecutive."""
 
@@ -30,28 +30,29 @@ class ColumnSpan(NamedTuple):
     Attributes:
         found: the pages that were found: int32 `[tables, pages]`, or `[pages]` for a single table. `NO_PAGE` stands for
             a page that is restored from the host.
+        columns: the columns of the found pages.
         first: the first column that has a page.
         found_end: the column after the last found page.
         end: the column after the last column that has a page.
-        columns: the columns of the found pages.
+        fresh: the columns after the found pages that get new pages.
+        coming: the found pages that the row does not have yet.
+        new: the number of pages to allocate, in all tables of the group.
     """
 
     found: Pages
+    columns: ColumnSet
     first: int
     found_end: int
     end: int
-    columns: ColumnSet
+    fresh: ColumnSet
+    coming: Pages
+    new: int
 
     @property
     def hole(self) -> int:
         """The first column whose page is not found, at most `found_end`."""
         holes = (self.found == NO_PAGE).any(axis=0).nonzero()[0]
         return int(as_rows(self.columns)[holes[0]]) if holes.size else self.found_end
-
-
-def count_of(columns: ColumnSet) -> int:
-    """Returns the number of the columns."""
-    return max(0, columns.stop - columns.start) if isinstance(columns, slice) else len(columns)
 
 
 def counted_from(first: int, columns: ColumnSet) -> ColumnSet:
@@ -185,53 +186,47 @@ class KeptPages:
             return slice(end, end)
         return self.kept(max(self.firsts.item(row), self.seen(tokens)), end, start)
 
-    def until(self, indices: ContextIndices, length: int, start: int) -> int:
-        """Returns the column after the last column that needs a page if the request runs from token `start`.
-
-        With full attention, pages are needed for `length` tokens. With a window, pages are needed up to the end of the
-        chunk.
-        """
-        if not self.keeps_all:
-            active = chunk_end(indices, start)
-            length = active if active < indices[2] else length
-        return -(-length // self._page_size)
-
     # ---- reservations
 
     def plan(
         self,
         row: int | None,
-        indices: ContextIndices,
-        length: int,
         start: int,
         found: Pages,
-        columns: tuple[int, int],
+        columns: ColumnSet,
+        prefix_end: int,
+        needed: int,
         *,
         keeps: bool,
     ) -> ColumnSpan:
         """Returns the columns that have pages if the row's request runs from token `start`.
 
-        `row` is None for a request without a row. `found` are the pages that were found for the prefix in `columns`, as
-        the first column and the column after the last one. With `keeps`, pages that are not published yet stay until
-        `step` has published them.
+        `row` is None for a request without a row. `found` are the pages in `columns` that were found for a prefix up to
+        column `prefix_end`. The request needs pages up to column `needed`. With `keeps`, pages that are not published
+        yet stay until `step` has published them.
         """
         before, had = (0, 0) if row is None else (self.firsts.item(row), self.ends.item(row))
-        now, (begin, end) = self.seen(start), columns
-        first = max(before, min(now, end) if keeps else now)
-        there = self.seen_columns(end, begin) if found.shape[-1] else slice(end, end)
-        return ColumnSpan(found, first, max(first, end), max(had, self.until(indices, length, start)), there)
+        now = self.seen(start)
+        first = max(before, min(now, prefix_end) if keeps else now)
+        return self.span(row, found, columns, first, max(first, prefix_end), max(had, needed))
 
-    def new(self, row: int | None, span: ColumnSpan) -> int:
-        """Returns the number of pages to allocate for the span."""
+    def span(
+        self, row: int | None, found: Pages, columns: ColumnSet, first: int, found_end: int, end: int
+    ) -> ColumnSpan:
+        """Returns the span from column `first` to `end` with the `found` pages, and what it takes."""
         had = 0 if row is None else self.ends.item(row)
-        new = self.num_tables * count_of(self.kept(span.first, span.end, max(had, span.found_end)))
-        if not span.found.size:
-            return new
-        missing = span.found == NO_PAGE
-        if row is not None and had:
-            # If only a lower tier has a page, its content is restored into the row's own page.
-            missing &= self.table[:, row, span.columns] == NO_PAGE
-        return new + int(np.count_nonzero(missing))
+        fresh = self.kept(first, end, max(had, found_end))
+        coming, new = _NO_PAGES, self.table[:, 0, fresh].size
+        if found.size:
+            lacks = found == NO_PAGE
+            comes = ~lacks
+            if had:
+                own = self.table[:, row, columns]
+                comes &= found != own
+                # If only a lower tier has a page, its content is restored into the row's own page.
+                lacks &= own == NO_PAGE
+            coming, new = found[comes], new + int(np.count_nonzero(lacks))
+        return ColumnSpan(found, columns, first, found_end, end, fresh, coming, new)
 
     def leaving(self, row: int, span: ColumnSpan, num_columns: int) -> Asked:
         """Returns a mask of the pages that leave the row, bool `[tables, num_columns]`."""
@@ -243,13 +238,10 @@ class KeptPages:
         leaves[:, columns] |= (found != NO_PAGE) & (found != own)
         return leaves & (self.table[:, row, :num_columns] != NO_PAGE)
 
-    def come(self, row: int, span: ColumnSpan) -> Pages:
-        """Returns the found pages that the row does not have yet."""
-        return span.found[(span.found != NO_PAGE) & (span.found != self.table[:, row, span.columns])]
-
     def take(self, row: int, span: ColumnSpan) -> None:
         """Put the found pages into the row, and remove its pages before column `first`."""
-        self.table[:, row, self.leave_from(self.firsts.item(row)) : span.first] = NO_PAGE
+        if self.ends.item(row):
+            self.table[:, row, self.leave_from(self.firsts.item(row)) : span.first] = NO_PAGE
         if span.found.size:
             own = self.table[:, row, span.columns]
             self.table[:, row, span.columns] = np.where(span.found != NO_PAGE, span.found, own)
@@ -268,9 +260,8 @@ class KeptPages:
             mine[holes], new = new[:count], new[count:]
             self.table[:, row, span.columns] = mine
             restored = mine[span.found == NO_PAGE]
-        after = self.kept(span.first, span.end, max(self.ends.item(row), span.found_end))
-        count = self.num_tables * count_of(after)
-        self.table[:, row, after] = new[:count].reshape(self.num_tables, -1)
+        count = self.table[:, row, span.fresh].size
+        self.table[:, row, span.fresh] = new[:count].reshape(self.num_tables, -1)
         self.ends[row] = span.end
         return restored, new[count:]
 

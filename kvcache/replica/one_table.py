@@ -29,7 +29,7 @@ class OneTable(RowTables):
 
     def shortened(self, run: Found, digests: Digests, ends: Asked) -> Found:  # noqa: ARG002 - the run has its pages
         pages = run.pages[0][: last_end(ends)]
-        return Found(run.first, run.first + len(pages), (pages,), run.reached)
+        return Found(run.first, run.first + len(pages), (pages,), (), run.reached)
 
     def plan(self, row: int | None, indices: ContextIndices, length: int, start: int, found: Found) -> Reservation:
         if found.slots.size:
@@ -53,13 +53,14 @@ class OneTable(RowTables):
             known = () if row is None else self._leases.known(row, 0)  # a table of full attention has one range at most
             kept = max(0, known[0][1] - first) if known else 0
             cost = new + pool.would_be_taken(found.pages[0]) - pool.would_be_freed(leaving[kept:])
-        span = ColumnSpan(found.pages[0], 0, end, max(needed, have), slice(first, end))
-        return Reservation((span,), leaving, new, end, cost, start, active, cached, found.reached)
+        (pages,) = found.pages
+        span = ColumnSpan(pages, slice(first, end), 0, end, max(needed, have), slice(behind, needed), pages, new)
+        return Reservation((span,), pages, leaving, new, end, cost, start, active, cached, found.reached)
 
     def take(self, row: int, plan: Reservation) -> Pages:
         if plan.slots.size:
             return super().take(row, plan)
-        rows, pool, (found, _, end, last, _) = self.rows, self.pool, plan.spans[0]
+        rows, pool, (found, _, _, end, last, *_) = self.rows, self.pool, plan.spans[0]
         if found.size:
             pool.hold(found)
             if plan.leaving.size:

@@ -815,7 +815,7 @@ class Replica:
         wanted = tables.from_below(digests, tier.host_has, self.kept.ends(digests, row), first)
         if wanted.lacking.any():
             slots = tier.slots(wanted.every[wanted.lacking])
-            return Found(first, wanted.pages, wanted.found, wanted.reach, slots)
+            return Found(first, wanted.pages, wanted.found, wanted.columns, wanted.reach, slots)
         if not coming:
             hasher.matches[tier] = *now, None
         return None

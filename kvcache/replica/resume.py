@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvcache.layer_groups import TableGroup
 from kvcache.pool.index import Digests, Pages
 from kvcache.pool.pages_below import NO_SLOTS, Asked, Slots, last_end
-from kvcache.replica.kept_pages import ColumnSpan, KeptPages
+from kvcache.replica.kept_pages import ColumnSet, ColumnSpan, KeptPages
 from kvcache.states.state_pages import NO_STATE
 
 
@@ -26,6 +26,7 @@ class Found(NamedTuple):
         end: the column after the last page of the prefix, where the request resumes.
         pages: by group of tables, the pages that a query at column `end` sees, without the row's own pages. The shape
             is `[tables, pages]`, or `[pages]` for a single table without `slots`.
+        columns: the columns of `pages`; empty for a single table without `slots`, which has a page in each column.
         reached: the column up to which pages are cached. It is after `end` if no recurrent state is cached there.
         slots: for each page that is missing in `pages`, the host slot from which it is restored, one table after
             another.
@@ -34,6 +35,7 @@ class Found(NamedTuple):
     first: int
     end: int
     pages: tuple[Pages, ...]
+    columns: tuple[ColumnSet, ...]
     reached: int
     slots: Slots = NO_SLOTS
 
@@ -53,6 +55,7 @@ class FromBelow(NamedTuple):
     lacking: Asked  # marks each needed page that only the lower tier has, bool `[tables, pages]`
     # for each group of tables, the needed pages, with `NO_PAGE` in place of a page that only the lower tier has
     found: tuple[Pages, ...]
+    columns: tuple[ColumnSet, ...]  # the columns of `found`
     here: Pages  # the needed pages that the device has, ordered by column
 
     @property
@@ -71,6 +74,7 @@ class Reservation(NamedTuple):
 
     Attributes:
         spans: for each group of block tables, the columns that have pages after the reservation.
+        coming: the found pages that the row does not have yet.
         leaving: the pages that leave the row, in the order of its columns.
         new: the number of pages to allocate.
         committed: the number of columns, from the first on, whose pages are published after the reservation.
@@ -90,6 +94,7 @@ class Reservation(NamedTuple):
     """
 
     spans: tuple[ColumnSpan, ...]
+    coming: Pages
     leaving: Pages
     new: int
     committed: int

@@ -16,7 +16,6 @@ from kvcache.arguments import whole
 from kvcache.layer_groups import LayerGroup, Positions, TableGroup
 from kvcache.pool.index import NO_PAGE
 from kvcache.replica.block_table import BlockTable, ImportPart, PageCopy
-from kvcache.replica.context import ContextIndices
 from kvcache.replica.kept_pages import ColumnSet, ColumnSpan, KeptPages
 from kvcache.replica.rows import BlockRows, Ints, Pages, Rows
 
@@ -76,17 +75,19 @@ class KeptSinks(KeptPages):
     def plan(
         self,
         row: int | None,
-        indices: ContextIndices,
-        length: int,
         start: int,
         found: Pages,
-        columns: tuple[int, int],
+        columns: ColumnSet,
+        prefix_end: int,
+        needed: int,
         *,
         keeps: bool,
     ) -> ColumnSpan:
-        span = super().plan(row, indices, length, start, found, columns, keeps=keeps)
+        span = super().plan(row, start, found, columns, prefix_end, needed, keeps=keeps)
         # Pages of sinks that came from a lower tier are before the window, and not published yet.
-        return span._replace(found_end=columns[1]) if columns[1] < self._sinks else span
+        if prefix_end < self._sinks:
+            return self.span(row, found, columns, span.first, prefix_end, span.end)
+        return span
 
     def leave_from(self, first: Positions) -> Positions:
         return cast("Positions", np.maximum(first, self._sinks))

@@ -87,9 +87,10 @@ class RowTables:
         self._mixed = np.zeros((self.count, 1, pool.index.digest_words), np.uint64)
         self._mixed[:, 0, 0] = [number * _MIX % (1 << 64) for number in range(self.count)]
         self._no_pages = tuple(np.zeros((kept.num_tables, 0), np.int32) for kept in self.groups)
+        self._no_columns = (slice(0, 0),) * len(self.groups)
         if self.is_plain:
             self._no_pages = (_NO_PAGES,)
-        self._nothing = Found(0, 0, self._no_pages, 0)  # the result for most new prompts
+        self._nothing = Found(0, 0, self._no_pages, self._no_columns, 0)  # the result for most new prompts
         self._numbers = pool.index.tables
         self._own_numbers, self._counts = np.arange(self.count)[:, None], np.array(self.count)
 
@@ -107,17 +108,17 @@ class RowTables:
         """
         if not self.keeps_prefix:
             end = first + len(digests)
-            return Found(first, end, self._no_pages, end)
+            return Found(first, end, self._no_pages, self._no_columns, end)
         if len(digests) and self.pool.index.may_have(digests):
             pages = self.pool.index.match(digests)
             if pages.size:
                 end = first + len(pages)
-                return Found(first, end, (pages,), end)
+                return Found(first, end, (pages,), (), end)
         return self.nothing(first)
 
     def nothing(self, first: int) -> Found:
         """Returns the result of a lookup that finds no page after the `first` pages that the request already has."""
-        return Found(first, first, self._no_pages, first) if first else self._nothing
+        return Found(first, first, self._no_pages, self._no_columns, first) if first else self._nothing
 
     def shortened(self, run: Found, digests: Digests, ends: Asked) -> Found:
         """Do the same as `find` for the columns of `run`, whose tokens have these `digests`."""
@@ -133,12 +134,13 @@ class RowTables:
         count = run.end - first
         digests = self.naming(digests, count)
         end = first + (count if ends is None else last_end(ends[:count]))
-        found = self._seen_pages(first, end, digests, run)
-        if not all(np.count_nonzero(pages) == pages.size for pages in found):
-            there = self.pages_of(digests)[:, :count] != NO_PAGE
-            end = first + resume(there, self.groups, self._page_size, first, ends)
-            found = self._seen_pages(first, end, digests, run)
-        return Found(first, end, found, end)
+        found = self._seen(first, end, digests, run)
+        for pages in found.pages:
+            if np.count_nonzero(pages) < pages.size:
+                there = self.pages_of(digests)[:, :count] != NO_PAGE
+                end = first + resume(there, self.groups, self._page_size, first, ends)
+                return self._seen(first, end, digests, run)
+        return found
 
     def naming(self, digests: Digests, count: int) -> Digests:
         """Returns those of the pages' `digests` from which the first `count` pages get their names in all tables.
@@ -173,12 +175,12 @@ class RowTables:
         there = ~absent | below(every, absent)
         end = resume(there, self.groups, self._page_size, 0, ends)
         reach = resume(there, [kept for kept in self.groups if kept.keeps_all], self._page_size)
-        needed, found = np.zeros_like(absent), list[Pages]()
-        for kept in self.groups:
-            columns = kept.seen_columns(end, first)
-            needed[kept.tables, columns] = True
-            found.append(pages[kept.tables, columns])
-        return FromBelow(end, reach, every, needed & absent, tuple(found), pages.T[(needed & ~absent).T])
+        needed, columns = np.zeros_like(absent), tuple(kept.seen_columns(end, first) for kept in self.groups)
+        each = list(zip(self.groups, columns, strict=True))
+        for kept, seen in each:
+            needed[kept.tables, seen] = True
+        found = tuple(pages[kept.tables, seen] for kept, seen in each)
+        return FromBelow(end, reach, every, needed & absent, found, columns, pages.T[(needed & ~absent).T])
 
     def whole(self, digests: Digests, most: int, ends: Asked | None = None) -> tuple[int, list[Pages]]:
         """Returns the longest prefix after which all tables can resume with at most `most` pages in all.
@@ -188,7 +190,7 @@ class RowTables:
         """
         end = len(digests)
         while end := self.find(0, digests[:end], ends).end:
-            found = [pages for of_group in self._seen_pages(0, end, digests) for pages in of_group]
+            found = [pages for of_group in self._seen(0, end, digests).pages for pages in of_group]
             surplus = sum(map(len, found)) - most
             if surplus <= 0:
                 return (end, found) if ends is not None or any(map(len, found)) else (0, [])
@@ -204,12 +206,23 @@ class RowTables:
         cached pages to use after the row's published columns. If the context's chunk ends before `start`, a chunk of
         the same length begins at `start`.
         """
-        keeps = self._publishes(row)
+        # Full pages of a row are published, so they must stay in the row until then, unless the row is private.
+        keeps, active = self._caching and row not in self.rows.private, chunk_end(indices, start)
+        every, chunk = self._needed(length, active, indices[2])
         spans = [
-            kept.plan(row, indices, length, start, pages, (found.first, found.end), keeps=keeps)
-            for kept, pages in zip(self.groups, found.pages, strict=True)
+            kept.plan(row, start, pages, columns, found.end, every if kept.keeps_all else chunk, keeps=keeps)
+            for kept, pages, columns in zip(self.groups, found.pages, found.columns, strict=True)
         ]
-        return self._planned(row, indices, start, found, spans)
+        return self._planned(row, start, active, found, spans, keeps=keeps)
+
+    def _needed(self, length: int, active: int, known: int) -> tuple[int, int]:
+        """Returns the column after the last one that needs a page: with full attention, and with a window.
+
+        With full attention, pages are needed for `length` tokens. With a window, they are needed up to the end of the
+        chunk, token `active`.
+        """
+        every = -(-length // self._page_size)
+        return every, -(-active // self._page_size) if active < known else every
 
     def plan_import(
         self, indices: ContextIndices, length: int, start: int, here: Found, digests: Digests, tier: PagesBelow
@@ -235,40 +248,47 @@ class RowTables:
             count = missing.item(0) if missing.size else len(columns)
             end = every.item(count) if count < len(every) else max(first, last)
             slots.append(below[:, :count][pages[:, :count] == NO_PAGE])
-            spans.append(ColumnSpan(pages[:, :count], first, end, needed, columns[:count]))
+            spans.append(kept.span(None, pages[:, :count], columns[:count], first, end, needed))
         # No page of the tokens before column `here.end` is copied, because all tables have them cached.
         here = here._replace(slots=np.concatenate(slots))
-        return self._planned(None, indices, here.end * self._page_size, here, spans)
+        start = here.end * self._page_size
+        return self._planned(None, start, chunk_end(indices, start), here, spans, keeps=self._caching)
 
     def _planned(
-        self, row: int | None, indices: ContextIndices, start: int, here: Found, spans: Sequence[ColumnSpan]
+        self, row: int | None, start: int, active: int, here: Found, spans: Sequence[ColumnSpan], *, keeps: bool
     ) -> Reservation:
-        """Plan the reservation of a request that runs from token `start`, with the pages in `spans`."""
-        new, taken, published = 0, 0, NEVER
-        for kept, span in zip(self.groups, spans, strict=True):
-            new += kept.new(row, span)
-            if span.found.size:
-                taken += self.pool.would_be_taken(span.found[span.found != NO_PAGE])
+        """Plan the reservation of a request that runs tokens `start` to `active`, with the pages in `spans`.
+
+        `keeps` says whether the row's full pages are published.
+        """
+        new, published, each = 0, NEVER, list[Pages]()
+        for span in spans:
+            new += span.new
+            each.append(span.coming)
             published = min(published, span.hole if here.slots.size else span.found_end)
-        gone = freed = _NO_PAGES
+        coming, cost, gone = np.concatenate(each), new, _NO_PAGES
+        if coming.size:
+            cost += self.pool.would_be_taken(coming)
         if row is not None and (had := self.rows.num_pages_of[row]):
             parts = [kept.leaving(row, span, had) for kept, span in zip(self.groups, spans, strict=True)]
             leaves, mine = np.concatenate(parts), self.rows.table[:, row, :had].T
             gone = mine[leaves.T]
             for table, first, last in self._for_readers(row, spans):
                 leaves[table, first:last] = False
-            freed = mine[leaves.T]
-        cost = new + taken - self.pool.would_be_freed(freed)
-        committed = published if self._publishes(row) else 0
+            cost -= self.pool.would_be_freed(mine[leaves.T])
+        committed = published if keeps else 0
         if row is not None and here.first > (own := self.rows.committed_of[row]):
             committed = own  # the row has computed pages that are not published yet
-        cached, active = start if here.end > here.first else 0, chunk_end(indices, start)
-        return Reservation(tuple(spans), gone, new, committed, cost, start, active, cached, here.reached, here.slots)
+        cached = start if here.end > here.first else 0
+        return Reservation(
+            tuple(spans), coming, gone, new, committed, cost, start, active, cached, here.reached, here.slots
+        )
 
     def least(self, indices: ContextIndices, length: int, start: int) -> int:
         """Returns the number of pages that the request takes if it runs from token `start` and finds no cached page."""
+        every, chunk = self._needed(length, chunk_end(indices, start), indices[2])
         return sum(
-            kept.num_tables * kept.num_kept(kept.seen(start), kept.until(indices, length, start))
+            kept.num_tables * kept.num_kept(kept.seen(start), every if kept.keeps_all else chunk)
             for kept in self.groups
         )
 
@@ -291,8 +311,8 @@ class RowTables:
         """
         rows, pool = self.rows, self.pool
         each = list(zip(self.groups, plan.spans, strict=True))
-        if (found := np.concatenate([kept.come(row, span) for kept, span in each])).size:
-            pool.hold(found)
+        if plan.coming.size:
+            pool.hold(plan.coming)
             of_first = plan.spans[0].found[0]
             for tell in pool.journal.found:
                 tell(of_first[of_first != NO_PAGE])
@@ -496,10 +516,6 @@ class RowTables:
 
     # ---- inside
 
-    def _publishes(self, row: int | None) -> bool:
-        """Whether full pages of this row are published, so that they must stay in the row until then."""
-        return self._caching and row not in self.rows.private
-
     def _unpublished(self, rows: Ints, columns: Ints, digests: Digests) -> tuple[Ints, Pages, Digests]:
         """Returns the pages for `publish` to publish, one table after another, and their digests.
 
@@ -573,19 +589,20 @@ class RowTables:
                     for begin, last in ranges_of(span.columns):
                         yield table, max(begin, first), min(last, end)
 
-    def _seen_pages(self, first: int, end: int, digests: Digests, run: Found | None = None) -> tuple[Pages, ...]:
-        """Returns the published pages that a query at the first token of column `end` sees, one array for each group.
+    def _seen(self, first: int, end: int, digests: Digests, run: Found | None = None) -> Found:
+        """Returns the published pages that a query at the first token of column `end` sees.
 
         `digests` are the digests of the pages from column `first` on. `run`, if given, is the result of `run` for them.
         """
-        found: list[Pages] = []
+        found, columns = list[Pages](), list[ColumnSet]()
         for kept in self.groups:
             if run is not None and not found and self.keeps_prefix and kept.num_tables == 1:
+                columns.append(slice(first, end))
                 found.append(run.pages[0].reshape(1, -1)[:, : end - first])
             else:
-                seen = counted_from(first, kept.seen_columns(end, first))
-                found.append(self._find_each(self._names(kept, digests, seen)))
-        return tuple(found)
+                columns.append(seen := kept.seen_columns(end, first))
+                found.append(self._find_each(self._names(kept, digests, counted_from(first, seen))))
+        return Found(first, end, tuple(found), tuple(columns), end)
 
     def _names(self, kept: KeptPages, digests: Digests, at: ColumnSet = slice(None)) -> Digests:
         """Returns the names of the pages `at` in each table of a group, `[tables, pages, words]`."""

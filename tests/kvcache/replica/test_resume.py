@@ -73,13 +73,13 @@ def test_the_last_end_is_zero_if_there_is_none() -> None:
 
 
 def test_columns_that_a_request_already_had_do_not_count_as_found() -> None:
-    assert Found(first=3, end=8, pages=(), reached=9).num_columns == 5
-    assert Found(first=3, end=3, pages=(), reached=3).num_columns == 0
+    assert Found(first=3, end=8, pages=(), columns=(), reached=9).num_columns == 5
+    assert Found(first=3, end=3, pages=(), columns=(), reached=3).num_columns == 0
 
 
 def test_pages_that_only_a_lower_tier_has_are_named_column_by_column() -> None:
     every = np.arange(6, dtype=np.uint64).reshape(2, 3, 1)
     lacking = np.array([[True, False, True], [False, True, True]])
-    wanted = FromBelow(3, 3, every, lacking, (), np.zeros(0, np.int32))
+    wanted = FromBelow(3, 3, every, lacking, (), (), np.zeros(0, np.int32))
     assert wanted.digests.ravel().tolist() == [0, 4, 2, 5]
     assert wanted.tables.tolist() == [0, 1, 0, 1]
