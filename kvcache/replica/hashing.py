@@ -186,8 +186,7 @@ class PrefixHasher:
 
     def _extend(self, tokens: NDArray[np.integer[Any]], last: int) -> None:
         """Hash all pages before page `last` that have no digest yet. `tokens` are all known tokens of the request."""
-        if self.running is None:  # as in `begin_if_interrupted`
-            self._begin()
+        self.begin_if_interrupted()
         running, self.running = self.running, None
         size, keys, page = self.page_size, self.keys_left, len(self.known) // self.width
         while page < last:
