@@ -19,15 +19,16 @@ The ways:
   environment variables of `transfer.nixl.settings`. Equal servers get the former answer's params as a prefill server
   would. A server that gave them itself gets none, because it fails to load from itself.
 - `plain`: no connector. In place of a pair, one server runs with two threads instead of one, and with a pool of twice
-  the blocks. In `2 equal`, there are two servers as in the other ways.
+  the blocks, so it finds whatever it has computed. In `2 equal`, there are two servers as in the other ways.
 - `plain-sticky`, only in `1 + 1`: two plain servers with one thread and one pool each. Every conversation stays at one,
   as with a router that knows them, so each turn finds all that can be found.
 
 `found` is the number of prompt tokens that a turn did not compute, at the server that would compute them, and `pulled`
 those of them that came from the other server. Times are milliseconds until the first token: the time of the whole
-answer, without the time from its first to its last token, which the server reports. An answer is wrong if its tokens
-are not those of a plain server without a prefix cache. `held` is the number of blocks that are still held 2 s after the
-last answer, and `held later` 40 s after it.
+answer, without the time from its first to its last token, which the server reports. Engines and workers share a process
+(`ONE_PROCESS` in `tests.vllm_serve.server`): otherwise, each engine spins on a core while its worker computes. An
+answer is wrong if its tokens are not those of a plain server without a prefix cache. `held` is the number of blocks
+that are still held 2 s after the last answer, and `held later` 40 s after it.
 
 `--choices` asks whether pulling or computing was chosen rightly: see `benchmarks.prefix_peers`, which does the same for
 our own service. Two equal servers run, and requests come one at a time. `--idle` measures the time until a server is

@@ -27,6 +27,13 @@ LEASE = 20
 START = 400
 ON_GPU = shutil.which("nvidia-smi") is not None
 """Whether vLLM's wheel for CUDA runs (`make test-gpu`). Otherwise the wheel for CPUs runs."""
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""On a device, an engine of one rank runs its worker in its own process.
+
+vLLM's build for CPUs replaces the name `uni` by `mp`, whose engine process spins while its worker computes (vLLM
+0.32: `platforms/cpu.py`, `SpinCondition` in `shm_broadcast.py`). On two cores, two such servers spin for half of the
+time, and first tokens take three times as long. vLLM does not replace the name of the class.
+"""
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -49,7 +56,7 @@ class Settings:
         model: folder of the model.
         number: distinguishes servers with equal settings.
         block_size: tokens of a block.
-        tp: tensor-parallel ranks.
+        tp: tensor-parallel ranks. A single rank runs in the engine's process.
         chunk: the largest number of tokens in a step; 0 for vLLM's default.
         policy: `kv_load_failure_policy`.
         role: `kv_role`.
@@ -85,6 +92,8 @@ class Settings:
         }  # fmt: skip
         if ON_GPU:
             found["--gpu-memory-utilization"] = 0.15  # several servers share a device
+        elif self.tp == 1:
+            found["--distributed-executor-backend"] = ONE_PROCESS
         if self.chunk:
             found["--max-num-batched-tokens"] = self.chunk
         if self.connector:
