@@ -12,6 +12,7 @@ import kvcache.replica.replica
 from kvcache import BlockTableMismatchError, InvalidRequestError, PagedKVCacheManager, TextContext
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.replica import Replica
+from kvcache.replica.staleness import Candidates
 from kvcache.weights import Segment, Segments, Weights, followed_by, keys_of, last_name, version_bytes
 from tests.kvcache.build import manager_of, run_once
 from tests.kvcache.served import Served
@@ -111,6 +112,17 @@ def test_a_prefix_of_several_versions_is_found_where_others_have_left_it() -> No
     manager.set_weights("e")
     assert found(manager, tokens, 4) == 56
     assert found(manager, tokens, 3) == 0, "each of these prefixes begins with pages of the first version"
+
+
+def test_no_segment_is_older_than_the_one_before_it() -> None:
+    """Else the versions of one prefix would come in any order, and there would be far more of them to try."""
+    manager, tokens = made(), [*range(60)]
+    for count, version in ((14, "a"), (26, "c"), (38, "b")):
+        manager.set_weights(version)
+        manager.release(begun(manager, asks(tokens[:count], 3)).request_id)
+    manager.set_weights("c")
+    last = begun(manager, asks(tokens, 3))
+    assert manager.lineage(last.request_id) == ((0, 12, A), (12, 48, C)), "the pages of b behind those of c are older"
 
 
 # ---- what such requests compute
@@ -413,3 +425,31 @@ def test_one_prompt_is_hashed_once_for_each_candidate(monkeypatch: pytest.Monkey
     monkeypatch.setattr(PrefixHasher, "_extend", extended)
     assert manager.admission(context).cached_pages == 5
     assert not hashed
+
+
+@pytest.mark.parametrize("tokens", [20, 21])
+def test_a_request_that_finds_all_under_its_own_version_tries_no_other(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, tried = made(), list[Segments]()
+    run_once(manager, [*range(tokens)])
+    for version in "ba":
+        manager.set_weights(version)
+
+    def of(self: Candidates, segments: Segments, real: Any = Candidates.of) -> PrefixHasher:
+        tried.append(segments)
+        return real(self, segments)
+
+    monkeypatch.setattr(Candidates, "of", of)
+    assert manager.admission(asks(range(tokens), 9)).cached_pages == (tokens - 1) // 4
+    assert set(tried) == {(Segment(0, A),)}
+
+
+def test_a_context_that_comes_from_another_manager_is_hashed_again() -> None:
+    narrow, wide = made(), manager_of(64, page_size=8, params={"weights": "a"})
+    for manager in (narrow, wide):
+        run_once(manager, PROMPT)
+        manager.set_weights("b")
+    context = asks(PROMPT)
+    for _ in range(2):
+        assert [manager.admission(context).cached_pages for manager in (narrow, wide)] == [5, 2]
