@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvcache import TextContext
 from scheduler_adapters.hf.runner import HFRunner, attend_over_pages, kv_params_of, load_model, manager_for
 from scheduler_adapters.loop import Request, ServingLoop
 from scheduler_adapters.sglang.settings import Settings
@@ -228,8 +230,8 @@ def test_a_server_that_was_started_with_other_weights_lends_nothing(
         stranger.close()
 
 
-class HFReader:
-    """A serving loop over a Hugging Face model, which reads pages of SGLang."""
+class HFSide:
+    """A serving loop over a Hugging Face model, which reads pages of SGLang, and lends its own."""
 
     def __init__(self, model_dir: Path, page_size: int, told: dict[str, Any]) -> None:
         model = load_model(model_dir)
@@ -238,7 +240,7 @@ class HFReader:
         params = replace(params, weights=told["weights"] or None)
         self.manager = manager_for(model, params, 4, 512, ["cpu"], available_cache_memory=1 << 20)
         self.loop = ServingLoop(self.manager, HFRunner(model, self.manager.states), 64)
-        self.exchange = PageExchange(self.manager, "hf", compatibility=told["compatibility"])
+        self.exchange = PageExchange(self.manager, "hf", compatibility=told["compatibility"], lend=1.0)
 
     def event(self, kind: type) -> Any:
         end = time.monotonic() + ANSWER_S
@@ -264,12 +266,34 @@ class HFReader:
             assert not happened.event.error, happened.event.error
             self.manager.commit_import(context, pending, happened.proof)
         found = context.start_idx
+        return self._finished(request, context), found, lent.error
+
+    def compute(self, prompt: list[int]) -> list[int]:
+        """Returns the next tokens of a prompt, whose pages are cached afterwards."""
+        request = Request("c", prompt, NEW)
+        context = self.loop.context_for(request)
+        self.manager.external_claim("c")
+        return self._finished(request, context)
+
+    def _finished(self, request: Request, context: TextContext) -> list[int]:
         assert self.manager.maybe_reserve(context)
         self.loop.adopt(request, context)
         tokens: list[int] = []
         while self.loop.has_work:
             tokens += [output.token for output in self.loop.step() if output.token is not None]
-        return tokens, found, lent.error
+        return tokens
+
+    @property
+    def source(self) -> dict[str, Any]:
+        return {"address": self.exchange.address, "engines": [self.exchange.engine_id(0)]}
+
+    def poll_until(self, done: Callable[[], bool]) -> None:
+        """Answers readers until a condition holds."""
+        end = time.monotonic() + ANSWER_S
+        while not done():
+            self.exchange.poll()
+            time.sleep(1e-4)
+            assert time.monotonic() < end
 
     def close(self) -> None:
         self.exchange.close()
@@ -281,13 +305,34 @@ def test_a_hugging_face_loop_reads_what_sglang_has_computed(
     one = empty[0]
     asked(one, PROMPT)
     told = one.exchange()
-    reader = HFReader(model_dir, page_size, told)
+    reader = HFSide(model_dir, page_size, told)
     try:
         tokens, found, error = reader.run(told["source"])
     finally:
         reader.close()
     assert (tokens, found, error) == (expected(PROMPT), whole(PROMPT, page_size), "")
     assert tokens == reference(PROMPT, NEW)
+
+
+def test_sglang_reads_what_a_hugging_face_loop_has_computed(
+    empty: Peers, model_dir: Path, page_size: int, expected: Callable[[list[int]], list[int]]
+) -> None:
+    one = empty[0]
+    before = one.exchange()
+    lender = HFSide(model_dir, page_size, before)
+    try:
+        assert lender.compute(PROMPT) == expected(PROMPT)
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(asked, one, PROMPT, kv_hints=hints(lender.source))
+            lender.poll_until(asking.done)
+        answer = asking.result()
+        assert (answer["tokens"], answer["cached"]) == (expected(PROMPT), whole(PROMPT, page_size))
+        pulled = one.exchange()["peer_prefix_tokens"] - before.get("peer_prefix_tokens", 0)
+        assert pulled == whole(PROMPT, page_size)
+        assert lender.exchange.lending.pages_lent == whole(PROMPT, page_size) // page_size
+        lender.poll_until(lambda: lender.manager.num_leased_blocks == 0)
+    finally:
+        lender.close()
 
 
 @pytest.mark.parametrize("name", ["model", "weights at the start", "computed in", "rope", "group 0"])
@@ -299,7 +344,7 @@ def test_what_must_agree_with_a_hugging_face_loop_is_named(
     told = one.exchange()
     assert name in told["compatibility"]
     told["compatibility"][name] = "another one"
-    reader = HFReader(model_dir, page_size, told)
+    reader = HFSide(model_dir, page_size, told)
     try:
         tokens, found, error = reader.run(told["source"])
     finally:

@@ -210,9 +210,9 @@ class PageExchange(Uncopied):
         self._lent_words.append(LeaseWords(range(LEASE_WORDS, LEASE_WORDS + LENT_WORDS)))
         self._leases.append({})
         sealed = tuple(rank.metadata for rank in ranks)
-        lent = partial(self.lending.answer, replica)
+        leased, lent = partial(self.lending.leased, replica), partial(self.lending.answer, replica)
         refused = partial(thread.call_soon, ReplicaTransfer.hear_refusal)
-        card = EngineCard(self._names[replica], self.incarnation, sealed, compatibility, lent=lent, refused=refused)
+        card = EngineCard(self._names[replica], self.incarnation, sealed, compatibility, leased, lent, refused)
         self.cards.append(card)
 
     def engine_id(self, replica: int) -> str:

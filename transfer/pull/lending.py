@@ -3,7 +3,8 @@
 A query arrives on the handshake server's thread. That thread has no access to the pages, so the query waits for the
 serving loop. The loop looks up the pages, holds them, and requests a lease for them. The server keeps the query open
 for a while. If there is still no answer, the reader asks again. When every rank has granted the lease, the reader gets
-the page ids, and pulls the pages as under any other lease.
+the page ids, and pulls the pages as under any other lease. The ranks of a connector ask for the page ids once more, by
+the lease's id (`PageLending.leased`), because its scheduler tells them only the lease.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from transfer.pull.page_owner import PageOwner
 from transfer.pull.replica import LeaseOver, Offered
 from transfer.pull.seals import TableSeals
 from transfer.pull.source import Source
-from transfer.wire.messages import ContentQuery, LeasedPages, LeaseReply, sealed_pages
+from transfer.wire.messages import ContentQuery, LeasedPages, LeaseQuery, LeaseReply, sealed_pages
+from transfer.wire.prompt import HashedPages
 
 LENT_S = 10.0  # in seconds: duration of a lease. It is short, because its reader is waiting and renews it
 _KNOWN = 4096  # how many answers are kept for each replica
@@ -45,6 +47,10 @@ class _LentPages(NamedTuple):
         pages: the ids of the token pages, and the negated ids of the state pages.
         size: how many pages count towards the lending limit: the token pages, and for a state the pages of its slab.
         answer: the sealed answer.
+        source: the lease.
+        num_tokens: the tokens of the prompt up to the end of the last page.
+        block_ids: the pages of each group.
+        content: what the pages hold.
     """
 
     replica: int
@@ -53,6 +59,10 @@ class _LentPages(NamedTuple):
     pages: frozenset[int]
     size: int
     answer: bytes
+    source: Source
+    num_tokens: int
+    block_ids: tuple[tuple[int, ...], ...]
+    content: HashedPages
 
 
 class Lendable(Protocol):
@@ -96,11 +106,11 @@ def lending_limits(owner: PageOwner, share: float) -> LendingLimits:
 class PageLending:
     """Leases pages of a manager's replicas to readers that ask for them by digest.
 
-    Any thread may call `answer`. Only the serving loop may make the other calls. For each query, `ring` is called on
-    the handshake server's thread; it must make the serving loop call `poll`. `grant` requests a lease, given the
-    manager's hold on the pages and their block table; it returns None if every lease word is taken. `key` is the key of
-    the digests that authenticate the answers, and `seals` seals lent tables. `kind` says what the pages hold, and must
-    be equal at a reader; `tables` is the number of block tables of a request.
+    Any thread may call `answer` and `leased`. Only the serving loop may make the other calls. For each query, `ring` is
+    called on the handshake server's thread; it must make the serving loop call `poll`. `grant` requests a lease, given
+    the manager's hold on the pages and their block table; it returns None if every lease word is taken. `key` is the
+    key of the digests that authenticate the answers, and `seals` seals lent tables. `kind` says what the pages hold,
+    and must be equal at a reader; `tables` is the number of block tables of a request.
 
     Requests of this process take precedence over readers. Therefore at most the `limits` are leased to readers at the
     same time. Beyond them, a reader gets fewer pages than it asks for. Leases by digest have lease words of their own.
@@ -181,6 +191,31 @@ class PageLending:
             known = LeaseReply(query_id=0, error=f"its question {query.ask_id:#x} is unknown (it may have expired)")
         return LeaseReply(query_id=query.query_id, pages=known.pages, error=known.error, waits_for=known.waits_for)
 
+    def leased(self, replica: int, query: LeaseQuery) -> LeaseReply:
+        """Returns the pages of a lease of a replica, for a reader that knows only the lease."""
+        where, lent = f"lease {query.lease_id:#018x}", self._lent.get(query.lease_id)
+        if lent is None or lent.replica != replica:
+            error = f"{where} has ended, or engine {query.engine_id!r} never lent pages under it"
+            return LeaseReply(query_id=query.query_id, error=error, is_over=True)
+        if query.lease_id in self._granting:
+            return LeaseReply(query_id=query.query_id, waits_for=_GRANTING.waits_for)
+        if not 0 <= query.num_tokens <= lent.num_tokens:
+            error = f"{where}: it holds the pages of {lent.num_tokens} tokens, but {query.num_tokens} were asked for"
+            return LeaseReply(query_id=query.query_id, error=error)
+        lease = lent.source.lease
+        pages = LeasedPages(
+            engine_id=query.engine_id,
+            incarnation=lent.source.incarnation,
+            lease_id=lease.lease_id,
+            word_idx=lease.word_idx,
+            duration_s=lease.duration_s,
+            num_tokens=lent.num_tokens,
+            block_ids=lent.block_ids,
+            prompt_digest=lent.content.digest(query.num_tokens),
+            named=dict(lent.content.named),
+        )
+        return LeaseReply(query_id=query.query_id, pages=sealed_pages(pages, self._key))
+
     def _too_many(self, replica: int, query: ContentQuery) -> int:
         """Returns the limit on a replica's waiting queries that this query would exceed, or 0.
 
@@ -255,10 +290,15 @@ class PageLending:
         if found is None or source is None:
             self._say(query.ask_id, LeaseReply(query_id=0, pages=self._sealed(query, None, None)))
             return
-        answer = self._sealed(query, source, found[1])
-        self._lent[source.lease.lease_id] = _LentPages(replica, query.ask_id, asker, pages, size, answer)
+        table, lease_id = found[1], source.lease.lease_id
+        width = len(table.digests) // (table.num_tokens // query.page_size - query.first_page)
+        content = HashedPages(query.page_size, query.hash_algorithm, table.digests, width, query.first_page, named)
+        answer = self._sealed(query, source, table)
+        self._granting.add(lease_id)
+        self._lent[lease_id] = _LentPages(
+            replica, query.ask_id, asker, pages, size, answer, source, table.num_tokens, table.groups, content
+        )
         self._lent_to.setdefault((replica, asker), set()).update(pages)
-        self._granting.add(source.lease.lease_id)
         self.lent_by_replica[replica] += len(pages)
         self._say(query.ask_id, _GRANTING)
 

@@ -30,7 +30,8 @@ from transfer.pull.exchange import PageExchange
 from transfer.pull.lease import LEASE_WORDS, LENT_WORDS
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, Offered
-from transfer.wire.messages import ContentQuery, open_pages
+from transfer.wire.messages import ContentQuery, LeaseQuery, LeaseReply, open_pages
+from transfer.wire.prompt import HashedPages
 
 # The prompt has one more page and one more token. No request has computed them.
 LONGER = [*PROMPT, 91, 92, 93, 94, 95]
@@ -575,6 +576,65 @@ def test_a_repeated_question_gets_the_same_answer_and_one_lease(side: Any) -> No
     assert pages.prompt_digest == wanted.digests[96:128]
     with pytest.raises(MetadataError, match="names engine 'p/0' and lease"):
         open_pages(first.pages, "p/0", pages.lease_id + 1)
+
+
+def test_a_reader_that_knows_only_the_lease_is_told_its_pages(side: Any) -> None:
+    """So ask the ranks of a connector, whose scheduler has asked for the pages."""
+    source, reader = side(Side, "p"), side(Reader, "d")
+    computed(source)
+    context = TextContext(LONGER, 32, "mine")
+    lent = asked(reader, source, context)
+    assert lent.source is not None
+    assert lent.table is not None
+    lender, lease_id, table = source.exchange.lending, lent.source.lease.lease_id, lent.table
+    content = HashedPages(PAGE_SIZE, table.hash_algorithm, table.digests, 32)
+
+    def said(tokens: int, replica: int = 0, lease_id: int = lease_id) -> LeaseReply:
+        query = LeaseQuery(query_id=5, engine_id=f"p/{replica}", lease_id=lease_id, num_tokens=tokens)
+        return lender.leased(replica, query)
+
+    for tokens in range(17):
+        reply = said(tokens)
+        assert (reply.query_id, reply.error, reply.waits_for) == (5, "", "")
+        pages = open_pages(reply.pages, "p/0", lease_id)
+        assert (pages.num_tokens, pages.block_ids, pages.prompt_digest) == (16, table.groups, content.digest(tokens))
+        assert (pages.word_idx, pages.incarnation) == (lent.source.lease.word_idx, source.exchange.incarnation)
+    for tokens in (-1, 17, 1 << 40):
+        assert f"it holds the pages of 16 tokens, but {tokens} were asked for" in said(tokens).error
+    for reply in (said(16, 1), said(16, 0, lease_id + 1)):
+        assert (reply.is_over, reply.pages) == (True, b"")
+        assert "has ended, or engine" in reply.error
+    assert taken(reader, source, context, lent) == ""
+    all_given_back(source)
+    assert said(16).is_over
+
+
+def test_a_lease_is_not_told_before_all_ranks_have_granted_it(side: Any) -> None:
+    source = side(Side, "p")
+    computed(source)
+    lender = source.exchange.lending
+    wanted = source.manager.contents.digests(TextContext(LONGER, 32, "mine"))
+    lender.answer(0, question(3, 5, wanted.digests))
+    lender.poll()
+    (lease_id,) = lender._lent
+    query = LeaseQuery(query_id=0, engine_id="p/0", lease_id=lease_id, num_tokens=16)
+    assert lender.leased(0, query) == LeaseReply(query_id=0, waits_for="all its ranks to grant the lease")
+    source.until(lambda: lender.leased(0, query).pages)
+
+
+def test_a_tail_that_is_asked_for_by_its_lease_has_the_digest_of_its_own_pages(side: Any) -> None:
+    source = side(Side, "p")
+    computed(source)
+    lender = source.exchange.lending
+    wanted = source.manager.contents.digests(TextContext(LONGER, 32, "mine"))
+    tail = replace(question(3, 5, wanted.digests[64:]), first_page=2)
+    lender.answer(0, tail)
+    source.until(lambda: lender.answer(0, tail).pages)
+    (lease_id,) = lender._lent
+    reply = lender.leased(0, LeaseQuery(query_id=0, engine_id="p/0", lease_id=lease_id, num_tokens=16))
+    pages = open_pages(reply.pages, "p/0", lease_id)
+    content = HashedPages(PAGE_SIZE, tail.hash_algorithm, wanted.digests[64:128], 32, 2)
+    assert (pages.prompt_digest, len(pages.block_ids[0])) == (content.digest(16), 2)
 
 
 def test_at_most_the_allowed_number_of_questions_is_kept(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
