@@ -536,6 +536,61 @@ def engines_table() -> list[str]:
     return [*table(made), "", origin(["vllm_serve"])]
 
 
+CONVERSATIONS = {
+    "ours": "pagewire",
+    "theirs": "vLLM's connector",
+    "plain": "no connector",
+    "plain-sticky": "no connector, sticky",
+}
+
+
+def conversations_table() -> list[str]:
+    """The table of conversations on two servers: a column for each way, and some rows for each setting."""
+    rows = [row for row in load("vllm_conversations")["rows"] if "turn" in row]
+    made = [["", *CONVERSATIONS.values()]]
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        columns = [_conversation(rows, setting, way) for way in CONVERSATIONS]
+        made += [[f"{setting}: {what}", *(column.get(what, "") for column in columns)] for what in columns[0]]
+    return [*table(made), "", origin(["vllm_conversations"])]
+
+
+def _conversation(rows: Sequence[Row], setting: str, way: str) -> dict[str, str]:
+    """Returns the cells of one way in one setting, by what they tell; none if it did not run."""
+    by_turn = {row["turn"]: row for row in rows if (row["setting"], row["way"]) == (setting, way)}
+    if not by_turn:
+        return {}
+    every, first = by_turn.pop("all"), by_turn.pop("1")
+    later = sorted(by_turn.values(), key=lambda row: row["first p50"])
+    return {
+        f"tokens found, of {number(every['prompt'])}": number(every["found"]),
+        "first token of turn 1, median / p90 ms": _first(first),
+        f"first token of turns 2 to {len(later) + 1}, the quickest and the slowest of them": (
+            f"{_first(later[0])}, {_first(later[-1])}"
+        ),
+        f"wrong / failed, of {every['n']} answers": f"{every['wrong']} / {every['failed']}",
+        "blocks held 40 s later": str(every["held later"]),
+    }
+
+
+def _first(row: Row) -> str:
+    return some(row["first p50"], row["first p90"])
+
+
+def answers_table() -> list[str]:
+    """The table of right and wrong answers under faults: a row for each way."""
+    rows: list[Row] = load("vllm_answers")["rows"]
+    titles = {"ours": "pagewire", "theirs": "vLLM's connector", "none": "one server without a connector"}
+    made = [["", "answers", "wrong", "failed", "blocks still held", "crashes of servers"]]
+    for way, title in titles.items():
+        every = [row for row in rows if row["connector"] == way and row["case"] == "all"]
+        if every:
+            sums = (f"{sum(row[name] for row in every):,}" for name in ("n", "wrong", "failed"))
+            models = " and ".join(row["model"].capitalize() for row in every)
+            held, crashes = max(row["held"] for row in every), sum(row["crashes"] for row in every)
+            made.append([f"{title}, {models}", *sums, str(held), str(crashes)])
+    return [*table(made), "", origin(["vllm_answers"])]
+
+
 def lines_table(lines: Sequence[Line]) -> list[str]:
     """A table of single figures, with their provenance."""
     made = [["what", "figure", "of", "result"]]
@@ -696,6 +751,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "six": six_figures,
     "manager": manager_table,
     "engines": engines_table,
+    "conversations": conversations_table,
+    "answers": answers_table,
     "processes": lambda: lines_table(PROCESSES),
     "alone": lambda: lines_table(ALONE),
     "installed": installed_table,

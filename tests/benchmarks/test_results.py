@@ -99,9 +99,11 @@ def test_the_readme_has_six_figures_beside_another_program_and_says_what_else_is
 
 
 def test_every_table_says_minimum_or_median_machine_and_commit() -> None:
-    for make in (made for name, made in readme.TABLES.items() if name != "six"):
+    for name, make in readme.TABLES.items():
+        if name == "six":
+            continue
         text = "\n".join(make())
-        assert re.search(r"[Mm]inim|median", text)
+        assert re.search(r"[Mm]inim|median", text) or name == "answers", "answers are counted"
         assert "commit " in text
         assert "cores" in text
         assert "(R)" not in text
