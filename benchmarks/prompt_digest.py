@@ -15,9 +15,9 @@ import numpy as np
 
 from benchmarks.frame import Row, options, pin, report, samples, summary
 from transfer.connector.config import GroupConfig, WorkerConfig
-from transfer.connector.scheduler import Offer, OfferedPages
+from transfer.connector.scheduler import Offer
 from transfer.pull.lease import LeaseRef, new_lease_id
-from transfer.pull.source import check_tokens, source_in
+from transfer.pull.source import OfferedPages, check_tokens, source_in
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 from transfer.wire.messages import LeaseQuery, LeaseReply, Wanted
 from transfer.wire.prompt import Prompt

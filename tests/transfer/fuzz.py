@@ -25,7 +25,7 @@ import zmq
 from kvcache.layout import PageLayout
 from tests.transfer import fuzz_replies
 from transfer.connector.config import WorkerConfig
-from transfer.connector.scheduler import Offer, OfferedPages
+from transfer.connector.scheduler import Offer
 from transfer.engine.metadata import (
     WIRE_VERSION,
     KVTransferEngineMetadata,
@@ -40,6 +40,7 @@ from transfer.nixl.settings import agreed_settings
 from transfer.plan.shapes import dense
 from transfer.pull.lease import LeaseBook, LeaseRef, make_words
 from transfer.pull.remote import RemoteEngine
+from transfer.pull.source import OfferedPages
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 from transfer.wire.messages import (
     LeasedPages,

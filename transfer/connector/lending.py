@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from kvcache.replica.block_table import BlockTable, PageDigests
 from transfer.connector.metadata import Progress
-from transfer.connector.scheduler import NixlConnectorScheduler, OfferedPages
+from transfer.connector.scheduler import NixlConnectorScheduler
 from transfer.pull.lease import LeaseRef
 from transfer.pull.lending import LENT_S, LendingLimits, PageLending
 from transfer.pull.replica import LeaseOver, Offered
 from transfer.pull.seals import TableSeals, new_table_key
-from transfer.pull.source import Source
+from transfer.pull.source import OfferedPages, Source
 from transfer.wire.messages import ContentQuery, LeaseReply
 from transfer.wire.prompt import HashedPages
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -22,10 +22,11 @@ from transfer.connector.metadata import ConnectorMetadata, LoadRequest, Progress
 from transfer.connector.transfer_params import TransferParams, params_of, pointer_in, read_params
 from transfer.errors import HandshakeError, InvalidLeaseError, InvalidTransferError, TransferParamsError
 from transfer.pull.lease import LEASE_WORDS, LENT_WORDS, LeaseRef, LeaseWords
+from transfer.pull.source import OfferedPages
 from transfer.wire.handshake import EngineCard, HandshakeServer, differences
 from transfer.wire.keys import Keyring
-from transfer.wire.messages import ContentQuery, LeasedPages, LeaseQuery, LeaseRefusal, LeaseReply, Wanted, sealed_pages
-from transfer.wire.prompt import Content, Prompt
+from transfer.wire.messages import ContentQuery, LeaseQuery, LeaseRefusal, LeaseReply, Wanted
+from transfer.wire.prompt import Prompt
 from transfer.wire.secret import fleet_keys
 
 _LARGEST_BLOCK = 4096
@@ -34,20 +35,6 @@ _LARGEST_BLOCK = 4096
 The first block that a reader needs can begin up to one block before the window. A source therefore also names the
 blocks that hold this many tokens before the window, as far as it still has those blocks.
 """
-
-
-class OfferedPages(NamedTuple):
-    """The pages of a request that a reader may read once they are computed.
-
-    Attributes:
-        prompt: the prompt whose KV the pages hold, or the hashes of its pages.
-        num_tokens: how many tokens the pages hold, counted from the first token of the prompt.
-        block_ids: the blocks of each group. The last block holds the last token, or the state after it.
-    """
-
-    prompt: Content
-    num_tokens: int
-    block_ids: tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -90,27 +77,13 @@ class Offer:
         Until then, the answer says what is missing, and the reader asks again. If the lease has ended or holds fewer
         tokens than the reader needs, the answer is an error.
         """
-        held, count = self.held, query.num_tokens
-        error = self.ended
-        if held is not None and not error and not 0 <= count <= held.num_tokens:
-            error = f"it holds the pages of {held.num_tokens} tokens, but {count} tokens were asked for"
+        held, error = self.held, self.ended
         if error:
             error = f"lease {query.lease_id:#018x}: {error}"
-            return LeaseReply(query_id=query.query_id, error=error, is_over=bool(self.ended))
+            return LeaseReply(query_id=query.query_id, error=error, is_over=True)
         if held is None or self.missing:
             return LeaseReply(query_id=query.query_id, waits_for=self.missing or "its request is still computed")
-        pages = LeasedPages(
-            engine_id=config.engine_id,
-            incarnation=config.incarnation,
-            lease_id=self.lease.lease_id,
-            word_idx=self.lease.word_idx,
-            duration_s=self.lease.duration_s,
-            num_tokens=held.num_tokens,
-            block_ids=held.block_ids,
-            prompt_digest=held.prompt.digest(count),
-            named=dict(held.prompt.named) | self.weights,
-        )
-        return LeaseReply(query_id=query.query_id, pages=sealed_pages(pages, key))
+        return held.told(query, config.engine_id, config.incarnation, self.lease, key, self.weights)
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,7 @@ from transfer.pull.lease import LENT_WORDS
 from transfer.pull.page_owner import PageOwner
 from transfer.pull.replica import LeaseOver, Offered
 from transfer.pull.seals import TableSeals
-from transfer.pull.source import Source
+from transfer.pull.source import OfferedPages, Source
 from transfer.wire.messages import ContentQuery, LeasedPages, LeaseQuery, LeaseReply, sealed_pages
 from transfer.wire.prompt import HashedPages
 
@@ -48,9 +48,7 @@ class _LentPages(NamedTuple):
         size: how many pages count towards the lending limit: the token pages, and for a state the pages of its slab.
         answer: the sealed answer.
         source: the lease.
-        num_tokens: the tokens of the prompt up to the end of the last page.
-        block_ids: the pages of each group.
-        content: what the pages hold.
+        offered: the answer to a reader that knows only the lease.
     """
 
     replica: int
@@ -60,9 +58,7 @@ class _LentPages(NamedTuple):
     size: int
     answer: bytes
     source: Source
-    num_tokens: int
-    block_ids: tuple[tuple[int, ...], ...]
-    content: HashedPages
+    offered: OfferedPages
 
 
 class Lendable(Protocol):
@@ -199,22 +195,8 @@ class PageLending:
             return LeaseReply(query_id=query.query_id, error=error, is_over=True)
         if query.lease_id in self._granting:
             return LeaseReply(query_id=query.query_id, waits_for=_GRANTING.waits_for)
-        if not 0 <= query.num_tokens <= lent.num_tokens:
-            error = f"{where}: it holds the pages of {lent.num_tokens} tokens, but {query.num_tokens} were asked for"
-            return LeaseReply(query_id=query.query_id, error=error)
-        lease = lent.source.lease
-        pages = LeasedPages(
-            engine_id=query.engine_id,
-            incarnation=lent.source.incarnation,
-            lease_id=lease.lease_id,
-            word_idx=lease.word_idx,
-            duration_s=lease.duration_s,
-            num_tokens=lent.num_tokens,
-            block_ids=lent.block_ids,
-            prompt_digest=lent.content.digest(query.num_tokens),
-            named=dict(lent.content.named),
-        )
-        return LeaseReply(query_id=query.query_id, pages=sealed_pages(pages, self._key))
+        source = lent.source
+        return lent.offered.told(query, source.engine_id, source.incarnation, source.lease, self._key)
 
     def _too_many(self, replica: int, query: ContentQuery) -> int:
         """Returns the limit on a replica's waiting queries that this query would exceed, or 0.
@@ -245,11 +227,13 @@ class PageLending:
         lent = self._lent.get(event.lease_id)
         if lent is None:
             return False
-        self._granting.discard(event.lease_id)
         if isinstance(event, Offered) and not event.error:
+            self._granting.discard(event.lease_id)
             self._say(lent.ask_id, LeaseReply(query_id=0, pages=lent.answer))
             return True
+        # In this order, because `leased` runs on another thread: a lease that was refused must never look granted.
         del self._lent[event.lease_id]
+        self._granting.discard(event.lease_id)
         left = self._lent_to[lent.replica, lent.asker]
         left -= lent.pages
         if not left:
@@ -293,11 +277,9 @@ class PageLending:
         table, lease_id = found[1], source.lease.lease_id
         width = len(table.digests) // (table.num_tokens // query.page_size - query.first_page)
         content = HashedPages(query.page_size, query.hash_algorithm, table.digests, width, query.first_page, named)
-        answer = self._sealed(query, source, table)
+        offered, answer = OfferedPages(content, table.num_tokens, table.groups), self._sealed(query, source, table)
         self._granting.add(lease_id)
-        self._lent[lease_id] = _LentPages(
-            replica, query.ask_id, asker, pages, size, answer, source, table.num_tokens, table.groups, content
-        )
+        self._lent[lease_id] = _LentPages(replica, query.ask_id, asker, pages, size, answer, source, offered)
         self._lent_to.setdefault((replica, asker), set()).update(pages)
         self.lent_by_replica[replica] += len(pages)
         self._say(query.ask_id, _GRANTING)

@@ -18,7 +18,8 @@ from transfer.errors import PullFailedError
 from transfer.failures import FailureKind
 from transfer.pull.lease import LeaseRef
 from transfer.wire.handshake import differences
-from transfer.wire.messages import MAX_TOKENS, LeasedPages, Wanted, open_pages
+from transfer.wire.messages import MAX_TOKENS, LeasedPages, LeaseQuery, LeaseReply, Wanted, open_pages, sealed_pages
+from transfer.wire.prompt import Content
 
 NO_WEIGHTS: Mapping[str, str] = MappingProxyType({})
 """Identifies no weights."""
@@ -64,6 +65,50 @@ class Source(NamedTuple):
     def contact(self) -> Contact:
         """The address and engine id, by which the directory finds the source."""
         return (self.address, self.engine_id)
+
+
+class OfferedPages(NamedTuple):
+    """The pages of a lease, as its source tells them to a reader that knows only the lease. See `source_in`.
+
+    Attributes:
+        prompt: the prompt whose KV the pages hold, or the hashes of its pages.
+        num_tokens: how many tokens the pages hold, counted from the first token of the prompt.
+        block_ids: the blocks of each group. The last block holds the last token, or the state after it.
+    """
+
+    prompt: Content
+    num_tokens: int
+    block_ids: tuple[tuple[int, ...], ...]
+
+    def told(
+        self,
+        query: LeaseQuery,
+        engine_id: str,
+        incarnation: str,
+        lease: LeaseRef,
+        key: bytes,
+        weights: Mapping[str, str] = NO_WEIGHTS,
+    ) -> LeaseReply:
+        """Returns the sealed answer to a reader's query. It is an error if the pages hold fewer tokens than asked for.
+
+        Call this only for a lease that every rank has granted. `weights` are the source's, and `key` seals the answer.
+        """
+        count = query.num_tokens
+        if not 0 <= count <= self.num_tokens:
+            error = f"it holds the pages of {self.num_tokens} tokens, but {count} tokens were asked for"
+            return LeaseReply(query_id=query.query_id, error=f"lease {query.lease_id:#018x}: {error}")
+        pages = LeasedPages(
+            engine_id=engine_id,
+            incarnation=incarnation,
+            lease_id=lease.lease_id,
+            word_idx=lease.word_idx,
+            duration_s=lease.duration_s,
+            num_tokens=self.num_tokens,
+            block_ids=self.block_ids,
+            prompt_digest=self.prompt.digest(count),
+            named={**dict(self.prompt.named), **weights},
+        )
+        return LeaseReply(query_id=query.query_id, pages=sealed_pages(pages, key))
 
 
 def source_in(wanted: Wanted, data: bytes, key: bytes) -> tuple[Source, LeasedPages]:

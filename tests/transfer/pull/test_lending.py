@@ -600,7 +600,7 @@ def test_a_reader_that_knows_only_the_lease_is_told_its_pages(side: Any) -> None
         assert (pages.num_tokens, pages.block_ids, pages.prompt_digest) == (16, table.groups, content.digest(tokens))
         assert (pages.word_idx, pages.incarnation) == (lent.source.lease.word_idx, source.exchange.incarnation)
     for tokens in (-1, 17, 1 << 40):
-        assert f"it holds the pages of 16 tokens, but {tokens} were asked for" in said(tokens).error
+        assert f"it holds the pages of 16 tokens, but {tokens} tokens were asked for" in said(tokens).error
     for reply in (said(16, 1), said(16, 0, lease_id + 1)):
         assert (reply.is_over, reply.pages) == (True, b"")
         assert "has ended, or engine" in reply.error
@@ -620,6 +620,27 @@ def test_a_lease_is_not_told_before_all_ranks_have_granted_it(side: Any) -> None
     query = LeaseQuery(query_id=0, engine_id="p/0", lease_id=lease_id, num_tokens=16)
     assert lender.leased(0, query) == LeaseReply(query_id=0, waits_for="all its ranks to grant the lease")
     source.until(lambda: lender.leased(0, query).pages)
+
+
+def test_a_lease_that_a_rank_has_refused_is_never_told(side: Any) -> None:
+    """The handshake server's thread may ask at any moment while the loop takes the refusal."""
+    source = side(Side, "p")
+    computed(source)
+    lender = source.exchange.lending
+    lender.answer(0, question(3, 5, source.manager.contents.digests(TextContext(LONGER, 32, "mine")).digests))
+    lender.poll()
+    (lease_id,) = lender._lent
+    query = LeaseQuery(query_id=0, engine_id="p/0", lease_id=lease_id, num_tokens=16)
+    replies: list[LeaseReply] = []
+
+    class Watched(set[int]):
+        def discard(self, value: int) -> None:
+            super().discard(value)
+            replies.append(lender.leased(0, query))
+
+    lender._granting = Watched(lender._granting)
+    assert lender.settle(Offered("mine", lease_id, "its rank has no room"))
+    assert [reply.pages for reply in replies] == [b""]
 
 
 def test_a_tail_that_is_asked_for_by_its_lease_has_the_digest_of_its_own_pages(side: Any) -> None:
